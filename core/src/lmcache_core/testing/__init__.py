@@ -1,4 +1,4 @@
-"""The conformance kit: contract classes to subclass, wrappers that simulate trouble, and a model to compare with.
+"""The conformance kit: contract classes to subclass, wrappers that simulate trouble, and a reference model.
 
 Public, and versioned with the contracts. Needs `lmcache-core[testing]`; `MemoryAdapter`, the wrappers and
 `ServerProcess` need only lmcache-core. Names are imported on first use, so a pytest run that does not use them pays

@@ -1,4 +1,4 @@
-"""What is there, and how much: scans, usage, and a medium that is full."""
+"""What is there, and how much: scans, usage, and a full medium."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, Result, StoreItem, Usage
 
 QUICK_WAIT_S = 0.5
-CLOCK_SLACK_S = 3600.0  # another machine's clock may be so far off; another kind of clock is further
+CLOCK_SLACK_S = 3600.0  # another machine's clock may be this far off; a different kind of clock is further off
 
 
 class AccountTests(Contract):
-    """What the kernel takes over at start, and goes by from then on."""
+    """What the kernel reads at start, and relies on from then on."""
 
     scan_objects: ClassVar[int]
     scan_pages_objects: ClassVar[int]
@@ -48,7 +48,7 @@ class AccountTests(Contract):
             for number in range(0, self.scan_objects, 3):
                 material.expect_deleted(adapter, [material.key(number)], f"{self.scan_objects} objects stored")
                 del expected[material.key(number)]
-        material.load(adapter, next(iter(expected)), 200)  # a use must not change what is there
+        material.load(adapter, next(iter(expected)), 200)  # a use must not change what is listed
         entries = material.scan(adapter)
         _expect_entries([entry.key for entry in entries], expected, "some were stored twice, some deleted")
         for entry in entries:
@@ -65,7 +65,7 @@ class AccountTests(Contract):
         _expect_entries([entry.key for entry in material.scan(adapter)], keys, "difficult keys were stored")
 
     def test_a_scan_of_many_pages_loses_none_and_doubles_none(self, adapter: L2Adapter, kit: Kit) -> None:
-        """Looked at whenever there are just so many that a page may be full."""
+        """Checked at each count of objects at which a page may be exactly full."""
         _needs_scan(adapter)
         there, most = 0, self._pages_objects(kit)
         for count in sorted({*(n for n in (500, 512, 1000) if n < most), most}):
@@ -75,7 +75,7 @@ class AccountTests(Contract):
             _expect_entries([entry.key for entry in material.scan(adapter)], keys, f"{count:,} objects stored")
 
     def test_a_scan_loses_none_while_others_are_deleted(self, adapter: L2Adapter, kit: Kit) -> None:
-        """The kernel deletes while it scans: what was there all the time is seen, whatever went meanwhile."""
+        """The kernel deletes while it scans: an object that stays is listed, whatever else is deleted meanwhile."""
         _needs_scan(adapter)
         if not adapter.capabilities.delete:
             not_claimed("delete")
@@ -103,7 +103,7 @@ class AccountTests(Contract):
             not_judged(f"{len(left):,} objects came in one page: set scan_pages_objects to more than a page holds")
 
     def test_two_scans_do_not_meet(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """The cursor is all that a scan is: two may be under way at once, and another adapter may go on with one."""
+        """A scan has no state but its cursor: two may run at once, and another adapter may continue one."""
         _needs_scan(adapter)
         count = self._pages_objects(kit)
         _store_many(adapter, range(count))
@@ -144,7 +144,7 @@ class AccountTests(Contract):
             )
 
     def test_a_scan_tells_the_last_use_and_not_the_scan(self, adapter: L2Adapter, kit: Kit) -> None:
-        """By it the first evictions after a start are ordered. Media that count whole seconds need some to tell."""
+        """It orders the first evictions after a start. Media that count whole seconds need a few seconds to show it."""
         _needs_scan(adapter)
         if kit.quick and self.scan_wait_s > QUICK_WAIT_S:
             not_judged(f"--kit=full unlocks it: it waits {self.scan_wait_s:g} s between two scans")
@@ -158,7 +158,7 @@ class AccountTests(Contract):
         )
 
     def test_a_load_is_a_use_that_a_scan_tells(self, adapter: L2Adapter, kit: Kit) -> None:
-        """Where `tells_last_use` is promised: else what was stored first is evicted first after a start."""
+        """If `tells_last_use` is promised: otherwise the oldest store is evicted first after a start."""
         _needs_scan(adapter)
         if not self.tells_last_use:
             not_claimed("tells_last_use, a class attribute: that a scan knows of loads, and not of stores alone")
@@ -167,7 +167,7 @@ class AccountTests(Contract):
         used, unused = material.key(1), material.key(2)
         for key in (used, unused):
             material.expect_stored(adapter, key, b"object")
-            material.expect_holds(adapter, key, b"object", "stored")  # a file system notes a first use by itself
+            material.expect_holds(adapter, key, b"object", "stored")  # a file system records a first use by itself
         waited_s = _wait(self.scan_wait_s)
         material.expect_holds(adapter, used, b"object", "two objects stored, and loaded once")
         told_s = {entry.key: entry.used_at_s for entry in material.scan(adapter)}
@@ -196,9 +196,9 @@ class AccountTests(Contract):
                 assert less > 0, f"ten objects of {nbytes:,} bytes deleted: usage says {less:,} bytes less"
 
     def test_usage_counts_an_object_once(self, adapter: L2Adapter) -> None:
-        """However often it is stored, and whether or not what is deleted is there."""
+        """However often it is stored, and even if missing objects are deleted."""
         nbytes = material.fitting(adapter, 100_000)
-        slack = 4 * nbytes  # a service may be freeing what was there before; twenty objects more or less are wrong
+        slack = 4 * nbytes  # a service may be freeing earlier objects; an error of twenty objects is a fault
         expect_all_stored(adapter, items_of(range(5), nbytes))
         once = _usage(adapter)
         if once.objects is None and once.bytes_used is None:
@@ -235,7 +235,7 @@ class AccountTests(Contract):
             _expect_objects(after, before, 0, "closed and opened again")
 
     def test_what_is_free_grows_less(self, adapter: L2Adapter, small_adapter: Any) -> None:
-        """`bytes_free` is what the kernel keeps headroom by."""
+        """The kernel keeps headroom by `bytes_free`."""
         target = adapter if small_adapter is None else small_adapter
         material.expect_stored(target, material.key(99), b"what makes the medium, where that is done by a first store")
         before = _usage(target)
@@ -254,7 +254,7 @@ class AccountTests(Contract):
             assert less >= 4 * nbytes, f"eight objects of {nbytes:,} bytes stored: bytes_free is {less:,} less"
 
     def test_what_is_stored_was_free_before(self, adapter: L2Adapter) -> None:
-        """A medium of which 0 bytes are free is kept empty: by what is free the kernel makes room."""
+        """If a medium says that 0 bytes are free, the kernel makes room until it is empty."""
         before = _usage(adapter)
         if before.bytes_free is None:
             not_claimed("usage does not tell bytes_free")
@@ -262,7 +262,7 @@ class AccountTests(Contract):
         keys = [material.key(number) for number in range(4)]
         expect_all_stored(adapter, items_of(range(4), nbytes))
         there = sum(map(bool, adapter.exists(keys, material.soon())))
-        assert before.bytes_free >= (there - 2) * nbytes, (  # a medium may be smaller than it thinks, or compress
+        assert before.bytes_free >= (there - 2) * nbytes, (  # a medium may be smaller than it reports, or compress
             f"usage said that {before.bytes_free:,} bytes are free, and then {there} objects of {nbytes:,} bytes were "
             "stored, and are there: None is what it cannot tell"
         )
@@ -318,7 +318,7 @@ class AccountTests(Contract):
                 assert done == bool(found), f"{words}, and exists says {bool(found)} for it"
 
     def test_what_did_not_fit_takes_no_room(self, adapter: L2Adapter, small_adapter: Any) -> None:
-        """A part of it that stays on the medium would be in the way of what fits, until somebody finds it."""
+        """A remaining part of it would take the room of objects that fit, until somebody finds it."""
         if small_adapter is None:
             not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
         if adapter.capabilities.evicts or not adapter.capabilities.delete:
@@ -362,7 +362,7 @@ class AccountTests(Contract):
 
 
 def _wait(seconds: float) -> float:
-    """By the wall clock, which media go by; how long it was."""
+    """Sleeps by the wall clock, which media use; returns the time it took."""
     began_s = time.time()
     while (waited_s := time.time() - began_s) < seconds:
         time.sleep(seconds - waited_s)

@@ -1,4 +1,4 @@
-"""Answers: of the types that the contract names, so that what reads them later does not fall over them."""
+"""Answers: they have the types that the contract names, so that code that reads them later does not fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lmcache_core.tiers.contract import L2Adapter, Usage
 
 
 class AnswerTests(Contract):
-    """They are written to status pages, compared, added up, and sent on: nearly right types fail there."""
+    """Answers are written to status pages, compared, added up, and sent on: nearly right types fail there."""
 
     def test_answers_have_the_types_that_the_contract_names(self, adapter: L2Adapter) -> None:
         keys = [material.key(number) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Batches: answers in order, failures one by one, and the same as single calls."""
+"""Batches: answers are in order, items fail one by one, and a batch equals single calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 
 SIZE = 3000
-BATCH_BYTES = 64 << 20  # what the kernel puts into one call, where an adapter says nothing
+BATCH_BYTES = 64 << 20  # the kernel's limit for one call, if the adapter sets none
 QUICK_BATCH_BYTES = 12 << 20
-SLOW_S = 0.005  # of a lookup
+SLOW_S = 0.005  # for one lookup
 
 
 def items_of(numbers: Sequence[int], nbytes: int = SIZE) -> list[StoreItem]:
@@ -67,7 +67,7 @@ class BatchTests(Contract):
 
     def test_a_batch_may_succeed_in_part(self, adapter: L2Adapter) -> None:
         expect_all_stored(adapter, items_of([1, 2, 4]))
-        room = [SIZE, SIZE - 1, SIZE, SIZE]  # the second one's target is too small, the third was never stored
+        room = [SIZE, SIZE - 1, SIZE, SIZE]  # the second target is too small, the third object was never stored
         targets = [bytearray(size) for size in room]
         items = [LoadItem(material.key(n + 1), [memoryview(target)]) for n, target in enumerate(targets)]
         found = material.results(adapter.load(items, material.soon()))
@@ -83,7 +83,7 @@ class BatchTests(Contract):
         if not adapter.capabilities.delete:
             not_claimed("delete")
         expect_all_stored(adapter, items_of(range(1, 8)))
-        going = [7, 9, 1, 3, 5, 6]  # the second and the fourth stay, and there is no ninth
+        going = [7, 9, 1, 3, 5, 6]  # the second and the fourth stay; the ninth does not exist
         material.expect_deleted(adapter, [material.key(number) for number in going], "five of six keys are there")
         left = [number not in going for number in range(1, 8)]
         keys = [material.key(number) for number in range(1, 8)]
@@ -110,7 +110,7 @@ class BatchTests(Contract):
         assert together == alone, f"exists says {sum(together)} of 14 in a batch, and {sum(alone)} one by one"
 
     def test_a_batch_of_the_largest_size(self, adapter: L2Adapter) -> None:
-        """Every method, and with keys among them that are not there."""
+        """Every method, including keys that are missing."""
         count = min(1024, adapter.capabilities.batch_keys_max)
         numbers = range(0, 2 * count, 2)
         expect_all_stored(adapter, items_of(numbers, 200))
@@ -130,7 +130,7 @@ class BatchTests(Contract):
             material.expect_exists(adapter, keys, [False] * count, f"{done} and deleted in one batch")
 
     def test_a_batch_of_many_bytes(self, adapter: L2Adapter, kit: Kit) -> None:
-        """As many as the adapter says that it is given, or 64 MiB; 12 MiB will do to be quick."""
+        """As many bytes as the adapter says it gets, or 64 MiB; 12 MiB at the quick speed."""
         able = adapter.capabilities
         most = min(able.batch_bytes_max or BATCH_BYTES, QUICK_BATCH_BYTES if kit.quick else BATCH_BYTES)
         nbytes = material.fitting(adapter, 1 << 20)
@@ -145,7 +145,7 @@ class BatchTests(Contract):
             assert found == expected, f"{done}, object {number}: {material.difference(found, expected)}"
 
     def test_an_object_that_is_too_large_fails_alone(self, adapter: L2Adapter) -> None:
-        """Those before it and behind it in the batch are stored."""
+        """The objects before and after it in the batch are stored."""
         able = adapter.capabilities
         if able.object_bytes_max is None or able.batch_keys_max < 2:
             not_claimed("object_bytes_max, and batches of two")
@@ -165,8 +165,8 @@ class BatchTests(Contract):
             material.expect_exists(adapter, [item.key for item in items], there, done)
 
     def test_a_key_that_is_named_twice_is_answered_twice(self, adapter: L2Adapter) -> None:
-        """The kernel names a key once in a batch. Who names it twice gets two answers, as from two calls; of two
-        stores under one key either object may stay, and it is whole."""
+        """The kernel names a key once in a batch. A caller that names it twice gets two answers, as from two calls;
+        after two stores under one key either object may remain, whole."""
         if adapter.capabilities.batch_keys_max < 3:
             not_claimed("batches of three")
         one, other = material.key(1), material.key(2)
@@ -192,7 +192,7 @@ class BatchTests(Contract):
 
 
 def _machine_runs(adapter: L2Adapter, kit: Kit) -> int:
-    """Each has a hundred calls: a slow medium is asked for fewer at the quick speed."""
+    """Each run has a hundred calls: at the quick speed a slow medium gets fewer runs."""
     if not kit.quick:
         return 40
     took_s = []

@@ -22,19 +22,19 @@ from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 
 WORKERS = 4
-KEYS = 12  # of each worker: few, so that they are overwritten
-REPORT_S = 30.0  # a net
-_FAILED = "a failed"  # how what is wrong begins, where a call has failed and nothing is said of bytes
+KEYS = 12  # per worker: few, so that they are overwritten
+REPORT_S = 30.0  # a safety net
+_FAILED = "a failed"  # prefix of a failure text if a call failed, and no bytes were wrong
 _REPORT = struct.Struct("<Q")
 
 
 class ChaosTests(Contract):
-    """What only time shows."""
+    """Faults that only show over time."""
 
     def test_it_does_its_work_for_minutes(self, adapter: L2Adapter, kit: Kit) -> None:
         if kit.speed != "soak":
             not_judged("runs with --kit=soak")
-        _work(adapter, kit)  # once through, so that pools are open
+        _work(adapter, kit)  # one warm-up round, so that pools are open
         before = held()
         for round_ in range(max(1, round(kit.seconds / 5))):
             _work(adapter, kit._replace(seconds=5.0, seed=kit.seed + round_))
@@ -56,7 +56,7 @@ class ChaosTests(Contract):
             _work(adapter, part)
 
     def test_a_killed_process_leaves_whole_objects(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """Processes that hold an adapter are killed while they store; what they were told is DONE is there."""
+        """Processes that hold an adapter are killed while they store; every store that was reported DONE survives."""
         if kit.speed != "chaos":
             not_judged("runs with --kit=chaos")
         if reopen is None or not adapter.capabilities.durable:
@@ -81,18 +81,18 @@ class ChaosTests(Contract):
 
 
 class _KnownObjects:
-    """What may lie under each key of one worker. A call that failed may still take effect later."""
+    """What may be under each key of one worker. A call that failed may still take effect later."""
 
     def __init__(self) -> None:
         self.now: dict[bytes, set[bytes]] = {}
         self.late: dict[bytes, set[bytes]] = {}
 
     def may_be(self, key: bytes) -> set[bytes]:
-        """Contents; b"": nothing."""
+        """Possible contents; b"": nothing."""
         return self.now.get(key, {b""}) | self.late.get(key, set())
 
     def ended(self, key: bytes, content: bytes, outcome: Outcome | None) -> None:
-        """A store of this content, or with b"" a delete."""
+        """A store of this content has ended; with b"", a delete."""
         if outcome is not None and outcome.result is Result.DONE:
             self.now[key] = {content}
         else:
@@ -103,8 +103,8 @@ _rounds = itertools.count()
 
 
 def _work(adapter: L2Adapter, kit: Kit, fault: Any = None, name: str = "") -> None:
-    """Workers store, load, look up and delete at random, each under keys of its own, for so many seconds; `fault`, a
-    context manager, is there for a part of that. Everything that is DONE is checked."""
+    """For the given seconds, workers store, load, look up and delete at random, each under keys of its own; the context
+    manager `fault` is active for part of that. Everything DONE is checked."""
     wrong: list[str] = []
     round_ = next(_rounds)
     end = time.monotonic() + kit.seconds
@@ -140,7 +140,7 @@ def _work(adapter: L2Adapter, kit: Kit, fault: Any = None, name: str = "") -> No
 
 
 def _step(adapter: L2Adapter, rng: random.Random, key: bytes, known: _KnownObjects, deadline: float) -> str:
-    """One call. Returns what is wrong, in words; "": nothing. What fails and may be tried again is not wrong."""
+    """One call. Returns what is wrong, in words; "": nothing. A retryable failure is not wrong."""
     what = rng.choice(["store", "store", "load", "load", "load", "exists", "delete"])
     if what == "store":
         content = material.content(rng.randrange(1 << 30), material.fitting(adapter, rng.randrange(1, 60_000)))
@@ -186,13 +186,13 @@ def _killed_content(turn: int, number: int) -> bytes:
 
 
 class _Storing(NamedTuple):
-    """A process that stores one object after the other, and reports each that is DONE."""
+    """A process that stores one object after another, and reports each store that is DONE."""
 
     pid: int
     reports: int
 
     def until_killed(self, count: int, more_s: float) -> set[int]:
-        """Kill it a moment after so many reports. The objects that it reported."""
+        """Kill it a moment after this many reports. Returns the objects that it reported."""
         done: set[int] = set()
         while len(done) < count:
             packed = os.read(self.reports, _REPORT.size)
@@ -210,7 +210,7 @@ class _Storing(NamedTuple):
 def _storing(reopen: Callable[[], L2Adapter], turn: int) -> Iterator[_Storing]:
     reports, report = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the kit: the child uses none of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the kit: the child uses none of them
         pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,4 +1,4 @@
-"""Keys that must not meet: those that differ in one place only, and those that a short hash takes for one."""
+"""Keys that must not collide: keys that differ in one byte, and keys with the same short hash."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Result, StoreItem
 
 
 class KeyTests(Contract):
-    """Every byte of a key counts. Whole groups of keys are stored, and then all are looked at."""
+    """Every byte of a key counts. A whole group of keys is stored, and then each is checked."""
 
     def test_keys_that_differ_in_one_byte_do_not_meet(self, adapter: L2Adapter) -> None:
-        """Wherever it stands: who leaves out the middle of a long key, or a bit of each byte, mixes objects up."""
+        """Wherever that byte is: an adapter that skips the middle of a long key, or a bit of each byte, mixes objects
+        up."""
         longest = adapter.capabilities.key_bytes_max
         _expect_apart(adapter, material.keys_one_byte_apart(longest), "of keys that differ in one byte")
 
     def test_keys_that_a_short_hash_takes_for_one_do_not_meet(self, adapter: L2Adapter) -> None:
-        """32 bits are too few for names: among 77,000 objects two have one hash. Others than the usual hashes are not
-        judged."""
+        """32 bits are too few for names: among 77,000 objects two are likely to have the same hash. Only the usual
+        hashes are tested."""
         for name, pair in material.COLLIDING_KEYS.items():
             _expect_apart(adapter, pair, f"of two keys with the same {name}")
 
 
 def _expect_apart(adapter: L2Adapter, keys: Sequence[bytes], which: str) -> None:
-    """Each holds what was stored under it, after all have been stored; then each is gone, and the others are not."""
+    """After all are stored, each holds its own object; then each is deleted in turn, and the others remain."""
     groups = [keys[some.start : some.stop] for some in material.batches(adapter, len(keys), 64)]
     for group in groups:
         expect_all_stored(adapter, [StoreItem(key, [memoryview(b"of " + key)]) for key in group])
@@ -50,7 +51,7 @@ def _expect_apart(adapter: L2Adapter, keys: Sequence[bytes], which: str) -> None
 
 
 def _another(found: bytes | bytearray, key: bytes) -> str:
-    """Whose object that is, in words."""
+    """Describes the key whose object that is."""
     if len(found) != len(key):
         return "bytes that belong to none of them"
     places = [at for at, (one, other) in enumerate(zip(found, key, strict=True)) if one != other]

@@ -1,4 +1,4 @@
-"""Calls that are late, and calls that have no deadline: what they leave to their caller."""
+"""Late calls, and calls without a deadline: what they must not do to their caller."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lmcache_core.testing.contract import Contract, not_judged
 from lmcache_core.testing.watch import NotBackError, watched
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Result, StoreItem
 
-NO_DEADLINE_S = 1.0  # what has no deadline comes back within so long, says the contract
+NO_DEADLINE_S = 1.0  # the contract's limit for calls without a deadline
 DAY_S = 86400.0
 PASSED, HANGS, STALLS = "its deadline had passed", "the medium answered nothing", "answers came byte by byte"
 
 
 class LateTests(Contract):
-    """A lane takes its buffers back when a call returns, and gives up on nothing that it cannot wait for."""
+    """A lane reuses its buffers when a call returns, and cannot give up a call without a deadline."""
 
     hang_deadline_s: ClassVar[float]
     hang_slack_s: ClassVar[float]
@@ -35,7 +35,7 @@ class LateTests(Contract):
     def test_the_buffers_of_a_late_call_are_the_callers_again(
         self, adapter: L2Adapter, hang: Any, stall: Any, when: str, method: str
     ) -> None:
-        """Whatever the call answered: no thread of the adapter's reads from them, or writes to them, any more."""
+        """Whatever the call answered: no thread of the adapter reads from them, or writes to them, any more."""
         former, fresh = material.content(1, PAYLOAD), material.content(2, PAYLOAD)
         memory = bytearray(fresh)
         material.expect_stored(adapter, material.key(1), former)
@@ -43,7 +43,7 @@ class LateTests(Contract):
         with _trouble(when, hang, stall):
             kept = self._give_up(adapter, method, memory, when)
             _expect_free(kept, memory, done)
-            memory[:] = bytes([material.FILL]) * PAYLOAD  # the slot is another object's by now
+            memory[:] = bytes([material.FILL]) * PAYLOAD  # by now the slot belongs to another object
         _settle(adapter)
         beside = sum(byte != material.FILL for byte in memory)
         assert not beside, f"{done}: {beside:,} bytes of its buffer were written to afterwards"
@@ -53,14 +53,14 @@ class LateTests(Contract):
             assert whole, f"{done}, and its buffer was used for another object: that one's bytes were stored"
 
     def _give_up(self, adapter: L2Adapter, method: str, memory: bytearray, when: str) -> weakref.ref[memoryview]:
-        """Lend `memory` to a call that cannot be in time; the view that it was lent as."""
+        """Lend `memory` to a call that cannot finish in time. Returns a reference to the view that was lent."""
         left_s = -1.0 if when == PASSED else self.hang_deadline_s
         kept: list[weakref.ref[memoryview]] = []
 
         def call() -> None:
             view = memoryview(memory)
             kept.append(weakref.ref(view))
-            with contextlib.suppress(TierError):  # what it answers is another claim's
+            with contextlib.suppress(TierError):  # the answers are tested by another claim
                 if method == "load":
                     adapter.load([LoadItem(material.key(1), [view])], time.monotonic() + left_s)
                 else:
@@ -77,10 +77,10 @@ class LateTests(Contract):
     def test_what_has_no_deadline_comes_back_while_the_medium_hangs(
         self, adapter: L2Adapter, hang: Any, method: str
     ) -> None:
-        """Within a second: they answer, or raise TierError."""
+        """Within a second they answer, or raise TierError."""
         if hang is None:
             not_judged("a fixture 'hang' unlocks it: StallingProxy.hang() makes any medium behind TCP hang")
-        material.expect_stored(adapter, material.key(1), b"object")  # what is open now has to be closed
+        material.expect_stored(adapter, material.key(1), b"object")  # what is open now must be closed
         limit_s = NO_DEADLINE_S + self.hang_slack_s
         with hang, contextlib.suppress(TierError):
             try:
@@ -91,7 +91,7 @@ class LateTests(Contract):
     def test_it_is_made_named_and_closed_while_its_medium_is_away(
         self, adapter: L2Adapter, reopen: Any, outage: Any
     ) -> None:
-        """A server starts although a tier is down, and uses that tier as soon as it is up."""
+        """A server starts even if a tier is down, and uses that tier as soon as it is up."""
         if reopen is None or outage is None:
             not_judged("fixtures 'reopen' and 'outage' unlock it")
         material.expect_stored(adapter, material.key(1), b"object")
@@ -110,7 +110,7 @@ class LateTests(Contract):
             material.expect_holds(fresh, material.key(2), b"afterwards", "made while its medium was away")
 
     def test_who_leads_is_told_or_not_known(self, adapter: L2Adapter, unreachable: Any) -> None:
-        """True, False, or a TierError where the medium has to be asked and cannot be."""
+        """True, False, or a TierError if the medium has to be asked and cannot be."""
         told = adapter.try_to_lead()
         assert isinstance(told, bool), f"try_to_lead gave {told!r}, and has to say True or False"
         if unreachable is not None:
@@ -122,7 +122,7 @@ class LateTests(Contract):
     # --- far away ---------------------------------------------------------------------------------------------
     @pytest.mark.parametrize("days", [3.0, 40.0, float("inf")])
     def test_a_deadline_may_be_far_away(self, adapter: L2Adapter, days: float) -> None:
-        """Further than a library can count: sockets know 24 days, and most things not infinity."""
+        """Further than a library can count: sockets stop at 24 days, and most things do not accept infinity."""
         material.expect_stored(adapter, material.key(1), b"object")
         deadline = time.monotonic() + days * DAY_S
         asked = "with a deadline that never comes" if days == float("inf") else f"with a deadline {days:g} days away"
@@ -157,14 +157,14 @@ def _expect_free(kept: weakref.ref[memoryview], memory: bytearray, done: str) ->
     )
     assert kept() is None, words
     try:
-        memory.append(0)  # refused while anyone exports the buffer
+        memory.append(0)  # raises while anyone exports the buffer
     except BufferError:
         raise AssertionError(words) from None
     memory.pop()
 
 
 def _settle(adapter: L2Adapter) -> None:
-    """Until it works again: a connection may have been lost."""
+    """Wait until it works again: a connection may have been lost."""
     for number in (8, 9):
         with contextlib.suppress(TierError):
             if material.store(adapter, material.key(number), b"afterwards").result is Result.DONE:

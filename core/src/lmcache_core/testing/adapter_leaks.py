@@ -1,4 +1,4 @@
-"""What an adapter takes from its process, it gives back: descriptors, connections, threads, memory."""
+"""An adapter returns what it takes from its process: descriptors, connections, threads, memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ USED_BYTES = 16 << 20
 
 
 def _again(call: Callable[[], None], turns: int, own: list[int]) -> None:
-    """So many times, and what the process has then."""
+    """Repeat the call, and append the memory that the process then has."""
     for _ in range(turns):
         call()
     own.append(_own_bytes())
 
 
 def _own_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Anonymous memory of this process."""
     gc.collect()
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
@@ -52,12 +52,12 @@ class LeakTests(Contract):
         expect_level(cycle, 0, "opened, used and closed", self.settle_s)
 
     def test_use_takes_no_more_and_more(self, adapter: L2Adapter) -> None:
-        # A pool of connections may still grow by one here and there; what is lost each time is lost eight times.
+        # A connection pool may still grow by one or two; a real leak grows by eight.
         done = "stored, looked up, loaded, deleted and missed"
         expect_level(lambda: _use(adapter), (CYCLES - WARM) // 2 - 1, done, self.settle_s)
 
     def test_use_keeps_no_objects_in_memory(self, adapter: L2Adapter, kit: Kit) -> None:
-        """What was loaded, or stored, is the caller's or the medium's. Looked at: Python's memory, and all of it."""
+        """Objects stay with the caller or the medium. Checked: Python's memory, and that of the process."""
         nbytes = material.fitting(adapter, 1 << 20)
         turns = min(512, (USED_BYTES if kit.quick else 8 * USED_BYTES) // nbytes)
         if turns * nbytes < USED_BYTES // 4 or not Path("/proc/self/status").exists():
@@ -85,7 +85,7 @@ class LeakTests(Contract):
 
         def cycle() -> None:
             for name in ("store", "exists", "load", "scan", "usage"):
-                with contextlib.suppress(TierError):  # what it answers is another claim's
+                with contextlib.suppress(TierError):  # the answers are tested by another claim
                     calls_of(unreachable, time.monotonic() + 5.0)[name]()
 
         expect_level(cycle, (CYCLES - WARM) // 2 - 1, "asked for a medium that is not there", self.settle_s)

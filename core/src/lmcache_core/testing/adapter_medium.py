@@ -1,4 +1,4 @@
-"""The medium behind the adapter: durability, other handles, damage. Looked at through a second door."""
+"""The medium behind the adapter: durability, other adapters, damage. Inspected through the back door."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMESPACE = 0x1234
 
 
 class MediumTests(Contract):
-    """Needs `reopen`, `second`, `backdoor` or `expire`; which of them is a duty follows from the capabilities."""
+    """Needs `reopen`, `second`, `backdoor` or `expire`; the capabilities determine which are required."""
 
     # --- other handles --------------------------------------------------------------------------------------
     @contextmanager
@@ -59,7 +59,7 @@ class MediumTests(Contract):
                 assert again == listed, f"{done}: a scan gave {len(again)} other entries than the {len(listed)} before"
 
     def test_one_that_closes_leaves_the_others_open(self, adapter: L2Adapter, reopen: Any) -> None:
-        """What two adapters of a process share, a pool of connections say, is not the first one's to close."""
+        """If two adapters of a process share something, such as a connection pool, the first must not close it."""
         with self._opened(adapter, reopen) as other:
             material.expect_stored(other, material.key(1), b"by the other")
         material.expect_stored(adapter, material.key(2), b"afterwards")
@@ -74,7 +74,7 @@ class MediumTests(Contract):
                 assert name is not None, "an adapter that claims shared says where it stores: see L2Adapter.medium"
 
     def test_two_media_have_two_names(self, adapter: L2Adapter, small_adapter: Any) -> None:
-        """By its name the server finds that two tiers of the settings would be one medium."""
+        """By this name the server detects that two tiers in the settings are one medium."""
         if small_adapter is None:
             not_judged("a fixture 'small_adapter' unlocks it: an adapter on another medium")
         name = adapter.medium()
@@ -85,7 +85,7 @@ class MediumTests(Contract):
 
     @contextmanager
     def _second(self, adapter: L2Adapter, second: Any, reopen: Any) -> Iterator[L2Adapter]:
-        """Another server's adapter on the medium."""
+        """An adapter on the medium, as another server has it."""
         if second is None and not adapter.capabilities.shared:
             not_claimed("shared; a fixture 'second' unlocks it all the same")
         if second is None:
@@ -112,7 +112,7 @@ class MediumTests(Contract):
                 material.expect_deleted(other, [one], "deleted by another server before")
 
     def test_no_answer_about_what_is_there_is_kept(self, adapter: L2Adapter, second: Any, reopen: Any) -> None:
-        """Neither a yes nor a no: other servers store, and delete."""
+        """Neither yes nor no may be cached: other servers store and delete."""
         with self._second(adapter, second, reopen) as other:
             keys = [material.key(number) for number in range(4)]
             for turn in range(3):
@@ -141,7 +141,7 @@ class MediumTests(Contract):
             assert other.try_to_lead() is True, "who led is closed, and another that asked was told no"
 
     def test_a_closed_adapter_does_not_lead(self, adapter: L2Adapter, reopen: Any) -> None:
-        """Where there is an election: else nobody living might keep headroom."""
+        """If there is an election: otherwise no running server might keep headroom."""
         if not adapter.capabilities.shared:
             not_claimed("shared")
         with self._opened(adapter, reopen) as other:
@@ -219,7 +219,7 @@ class MediumTests(Contract):
         door.write(material.key(1), on_medium[: int(len(on_medium) * keep)])
         outcome, found = material.load(adapter, material.key(1), 4096, 20_000 - 4096)
         torn = f"an object of 20,000 bytes was cut to {keep:.0%}"
-        if outcome.result is Result.DONE:  # a medium that keeps no length: then the length must be the truth
+        if outcome.result is Result.DONE:  # a medium that does not record lengths: then the length must be correct
             assert outcome.nbytes < len(whole), f"{torn}, and a load said DONE with {outcome.nbytes:,} bytes"
             wrong = material.difference(found[: outcome.nbytes], whole[: outcome.nbytes])
             assert found[: outcome.nbytes] == whole[: outcome.nbytes], (
@@ -230,7 +230,7 @@ class MediumTests(Contract):
             assert legal, f"{torn}, and a load answered {material.seen(outcome)}: DAMAGED, MISS or a smaller DONE"
 
     def test_an_object_of_the_kernels_takes_the_place_of_any_other(self, adapter: L2Adapter) -> None:
-        """Of one that was stored before either may stay, for both serve: an upload may be spared. Nothing else may."""
+        """If an object of the kernel's was stored before, either may stay: both serve, and this may save an upload."""
         carrier = Carrier(adapter, CodecChain(), threading.Event())
         contents = [material.content(number, LAYOUT.nbytes) for number in (1, 2)]
         for time_, content in zip(("first", "second"), contents, strict=True):
@@ -254,7 +254,7 @@ class MediumTests(Contract):
 
     @pytest.mark.parametrize("damage", ["cut", "emptied", "longer", "flipped", "neighbour", "zeros"])
     def test_a_damaged_object_is_a_miss(self, adapter: L2Adapter, backdoor: Any, damage: str) -> None:
-        """With the kernel's own format around it, and on the way that the server takes."""
+        """In the kernel's own format, read the way the server reads."""
         door = self._door(adapter, backdoor)
         carrier = Carrier(adapter, CodecChain(), threading.Event())
         transfers = [_transfer(number) for number in range(2)]

@@ -19,18 +19,18 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, St
 
 T = TypeVar("T")
 THREADS = 8
-LIMIT_S = 60.0  # a net
+LIMIT_S = 60.0  # a safety net
 BYTES = 9000
-FIRST_LINES = 40  # of a first call: there it is that something is opened
+FIRST_LINES = 40  # of a first call: that is where things are opened
 
 
 class RaceTests(Contract):
-    """What other threads, and other servers, see of an object while it changes."""
+    """What other threads and servers see of an object while it changes."""
 
     race_rounds: ClassVar[int] = 12
 
     def test_eight_threads_on_shared_keys(self, adapter: L2Adapter, kit: Kit) -> None:
-        """Everything that a load calls DONE is one of the objects that were stored under its key, whole."""
+        """Every object that a load calls DONE is one that was stored under its key, whole."""
         if not adapter.capabilities.thread_safe:
             not_claimed("thread_safe")
         keys = [material.key(number) for number in range(3)]
@@ -77,7 +77,7 @@ class RaceTests(Contract):
     # --- under a scheduler ----------------------------------------------------------------------------------
     @contextmanager
     def _reader(self, adapter: L2Adapter, reopen: Any) -> Iterator[L2Adapter]:
-        """Who looks while the adapter stands still: another one on the medium, or else the adapter itself."""
+        """The observer while the adapter is stopped: another adapter on the medium, or else the adapter itself."""
         if reopen is not None:
             with reopen() as other:
                 if _shares(adapter, other):
@@ -91,7 +91,7 @@ class RaceTests(Contract):
     def test_an_overwrite_shows_the_old_object_or_the_new_one(
         self, adapter: L2Adapter, reopen: Any, before: int, after: int
     ) -> None:
-        """Never a MISS, and never bytes of both, wherever the writer stands."""
+        """Never a MISS, and never bytes of both, wherever the writer is stopped."""
         versions = {"the old": material.content(1, before), "the new": material.content(2, after)}
         with self._reader(adapter, reopen) as reader:
             material.expect_stored(adapter, material.key(1), versions["the old"])
@@ -129,7 +129,7 @@ class RaceTests(Contract):
                 material.expect_miss(reader, material.key(1), "after its delete")
 
     def test_two_stores_do_not_meet(self, adapter: L2Adapter) -> None:
-        """One stands at each of its lines while another runs from end to end: what they share is seen."""
+        """One call stops at each of its lines while another runs from end to end: shared state shows."""
         _needs_threads(adapter)
         one, other = material.content(1, BYTES), material.content(2, BYTES - 1000)
         told = _stepped(
@@ -160,7 +160,7 @@ class RaceTests(Contract):
     def test_a_load_gives_one_object_while_it_is_overwritten(
         self, adapter: L2Adapter, reopen: Any, other_bytes: int, kit: Kit
     ) -> None:
-        """The reader stands at one of its lines while somebody replaces what it reads."""
+        """The reader is stopped at one of its lines while its object is replaced."""
         versions = [material.content(1, BYTES), material.content(2, other_bytes)]
         with self._reader(adapter, reopen) as writer:
             old, new = (partial(material.expect_stored, writer, material.key(1), version) for version in versions)
@@ -168,7 +168,7 @@ class RaceTests(Contract):
                 _expect_whole(outcome, found, versions, f"a load whose object was replaced at {at}", False)
 
     def test_a_load_gives_all_or_nothing_while_it_is_deleted(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """What goes between two lines of a load is a MISS: no error, and never half of it."""
+        """If the object is deleted between two lines of a load, the answer is MISS: no error, and never half of it."""
         if not adapter.capabilities.delete:
             not_claimed("delete")
         whole = material.content(1, BYTES)
@@ -179,8 +179,8 @@ class RaceTests(Contract):
                 _expect_whole(outcome, found, [whole], f"a load whose object was deleted at {at}", True)
 
     def test_a_scan_outlives_what_comes_and_goes_meanwhile(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """At each of its lines one of three objects goes, and the one before it comes back; three times, so that each
-        of them was missing at each line."""
+        """At each line of the scan one of three objects is deleted, and the one before it is stored again; three
+        rounds, so that each of them was missing at each line."""
         if not (adapter.capabilities.scan and adapter.capabilities.delete):
             not_claimed("scan and delete")
         keys = [material.key(number) for number in range(1, 7)]
@@ -205,7 +205,7 @@ class RaceTests(Contract):
                 )
 
     def test_two_stores_of_one_key_do_not_mix(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """What is not published yet has a name of its own: two servers store the same object at once all the time."""
+        """An unpublished object needs a unique name: two servers often store the same object at once."""
         versions = [material.content(1, BYTES), material.content(2, BYTES - 1000)]
         with self._reader(adapter, reopen) as other:
             store_other = partial(material.expect_stored, other, material.key(1), versions[1])
@@ -216,7 +216,7 @@ class RaceTests(Contract):
                 _expect_whole(outcome, found, versions, f"a load after two stores of one key, one at {at}", False)
 
     def test_a_store_does_not_meet_the_delete_of_another_key(self, adapter: L2Adapter, reopen: Any) -> None:
-        """Deletes that tidy up (an empty folder, a table of names) take nothing from under a store."""
+        """A delete that tidies up (an empty folder, a table of names) must not break a concurrent store."""
         if not adapter.capabilities.delete:
             not_claimed("delete")
         one = material.content(1, BYTES)
@@ -231,7 +231,7 @@ class RaceTests(Contract):
             material.expect_holds(adapter, material.key(1), one, "stored while another key came and went")
 
     def test_two_first_calls_do_not_meet(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
-        """What is opened at the first use is opened once, and whoever comes meanwhile waits for it."""
+        """What is opened at first use is opened once, and concurrent callers wait for it."""
         _needs_threads(adapter)
         if reopen is None:
             not_judged("a fixture 'reopen' unlocks it: an adapter that was never used")
@@ -312,8 +312,8 @@ def _line_by_line(
     change: Callable[[], Any],
     most: int = STOPS_MAX,
 ) -> Iterator[tuple[T, str]]:
-    """`call` again and again: each time something changes at another one of its lines. What the call gave, and where
-    that was. All lines; at the quick speed, on a slow medium, some of everywhere."""
+    """Repeat `call`, each time with a change at another one of its lines. Yields the call's answer, and where the
+    change was. Covers all lines; at the quick speed, on a slow medium, a sample."""
 
     def changed_at(line: int) -> tuple[T, int]:
         begin()
@@ -328,7 +328,7 @@ def _line_by_line(
             continue
         answer, stops = changed_at(line)
         lines = min(most, stops) if line == 0 else lines
-        if stops > line:  # a run may take some lines less than another
+        if stops > line:  # a run may take a few lines less than another
             yield answer, f"line {line + 1} of those that it ran"
 
 

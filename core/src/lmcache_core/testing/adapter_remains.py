@@ -1,4 +1,4 @@
-"""What lies on the medium and is no object: what others put there or take away, and what a killed process leaves."""
+"""Things on the medium that are not objects: what others put there or remove, and what a killed process leaves."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lmcache_core.testing.stepping import STOPS_MAX, Stepped, own_modules
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Result
 
 QUICK_KILLS, QUICK_KILLS_S = 24, 3.0
-CHILD_S = 30.0  # a net
+CHILD_S = 30.0  # a safety net
 BYTES = 9000
 
 
 class RemainsTests(Contract):
     """Needs `litter`, `wipe` or `leftovers`; kills need `reopen`."""
 
-    notices_wipe: ClassVar[bool] = False  # it asks for a recount when it finds that the medium was emptied
+    notices_wipe: ClassVar[bool] = False  # True: it asks for a recount when it finds that the medium was emptied
 
     def test_what_is_no_object_is_none_of_ours(self, adapter: L2Adapter, litter: Any) -> None:
-        """Others use the medium, too: what they put there is not listed, not served, and in nobody's way."""
+        """Others use the medium too: what they put there is not listed, not served, and blocks nothing."""
         if litter is None:
             not_judged("a fixture 'litter' unlocks it: a callable that puts things on the medium that are no objects")
         stored = {material.key(number): material.content(number, 500 + number) for number in range(3)}
@@ -39,7 +39,8 @@ class RemainsTests(Contract):
             more = len(set(listed) - set(stored))
             assert not more, f"{done}: a scan gave {more} entries for what is no object"
             assert listed == {key: len(content) for key, content in stored.items()}, f"{done}: a scan lost some objects"
-        # Of what is in the way `exists` may say either: to look closer can cost as much as a load, which tells.
+        # For a foreign thing in an object's place `exists` may say either: checking can cost as much as a load, which
+        # tells.
         found = [bool(one) for one in adapter.exists([*stored, in_the_way], material.soon())]
         assert found[:3] == [True] * 3, f"{done}: exists said {found[:3]} for three objects that are there"
         for key, content in stored.items():
@@ -53,7 +54,7 @@ class RemainsTests(Contract):
     def test_a_medium_that_somebody_empties_is_used_on(
         self, adapter: L2Adapter, wipe: Any, adapter_context: AdapterContext
     ) -> None:
-        """A directory is deleted, a database flushed: what was there is a miss, and stores go on."""
+        """A directory is deleted, a database flushed: what was there is a miss, and stores still work."""
         if wipe is None:
             not_judged("a fixture 'wipe' unlocks it: a callable that empties the medium, past the adapter")
         keys = [material.key(number) for number in range(3)]
@@ -79,7 +80,7 @@ class RemainsTests(Contract):
     def test_a_closed_adapter_leaves_objects_and_nothing_else(
         self, adapter: L2Adapter, leftovers: Any, reopen: Any
     ) -> None:
-        """Temporary files, locks, unfinished uploads: they take room that no account knows of."""
+        """Temporary files, locks, unfinished uploads: they would take room that no accounting knows of."""
         _needs_leftovers(leftovers)
         for number in range(3):
             material.expect_stored(adapter, material.key(number), material.content(number, 5000))
@@ -95,8 +96,8 @@ class RemainsTests(Contract):
     def test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one(
         self, adapter: L2Adapter, reopen: Any, leftovers: Any, kit: Kit
     ) -> None:
-        """A process dies between two lines of a store: a load gives a whole object, and the next store is in nobody's
-        way; what it left beside the objects goes with the next adapter that is opened and closed."""
+        """A process dies between two lines of a store: a load gives a whole object, and the next store is not blocked.
+        What it left beside the objects is removed once another adapter is opened and closed."""
         if reopen is None or not adapter.capabilities.durable:
             not_judged("needs a fixture 'reopen', and an adapter that claims durable")
         versions = {"the old": material.content(1, BYTES), "the new": material.content(2, BYTES - 1000)}
@@ -137,7 +138,7 @@ def _expect_none(leftovers: Callable[[], Any], done: str) -> None:
 
 
 def _lines_of_a_store(reopen: Callable[[], L2Adapter], content: bytes) -> int:
-    """How many lines of the adapter a store runs, its first use of the medium included."""
+    """How many lines of the adapter a store runs, including its first use of the medium."""
     with reopen() as fresh:
         stepped = Stepped(lambda: material.store(fresh, material.key(1), content), own_modules(fresh), lambda: None)
         material.expect_result(stepped.run(CHILD_S), Result.DONE, "asked to store an object")
@@ -145,9 +146,9 @@ def _lines_of_a_store(reopen: Callable[[], L2Adapter], content: bytes) -> int:
 
 
 def _store_in_child(reopen: Callable[[], L2Adapter], content: bytes, line: int) -> None:
-    """A process of its own opens an adapter, stores, and is killed at that line, counted from 0."""
+    """A separate process opens an adapter, stores, and is killed at that line, counted from 0."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the kit: the child uses none of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the kit: the child uses none of them
         pid = os.fork()
     if pid == 0:
         status = 1
@@ -162,5 +163,5 @@ def _store_in_child(reopen: Callable[[], L2Adapter], content: bytes, line: int) 
             os._exit(status)
     _, status = os.waitpid(pid, 0)
     ended = os.waitstatus_to_exitcode(status)
-    # A run may take some lines less than another: then its store has ended, and that is as well.
+    # A run may take a few lines less than another: then its store has ended, which is fine.
     assert ended in (-signal.SIGKILL, 0), f"a process that was to be killed in a store ended with {ended}"

@@ -1,4 +1,4 @@
-"""Deadlines, and a medium that hangs, stalls, is locked or is not there; then the end."""
+"""Deadlines; a medium that hangs, stalls, is locked or is missing; and closing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, St
 
 BATCH_METHODS = ("exists", "load", "scan", "delete", "store")
 PAYLOAD = 20_000
-ITEMS = 6  # of one call: who gives each of them the whole time is late
-GOING = 31  # numbers of keys that are deleted
+ITEMS = 6  # of one call: an adapter that gives each item the whole time is late
+GOING = 31  # first number of the keys that are deleted
 
 
 def calls_of(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
-    """Every method that speaks to the medium: keys from 1 on are stored and read, those from GOING on are deleted."""
+    """Every method that talks to the medium: keys from 1 on are stored and loaded, those from GOING on are deleted."""
     several = range(min(ITEMS, adapter.capabilities.batch_keys_max))
     keys = [material.key(1 + number) for number in several]
     going = [material.key(GOING + number) for number in several]
@@ -48,7 +48,7 @@ class TroubleTests(Contract):
     """What the lanes rely on when things go wrong."""
 
     hang_deadline_s: ClassVar[float] = 0.5
-    hang_slack_s: ClassVar[float] = 2.0  # how late an answer may be; a library's own time-out is later
+    hang_slack_s: ClassVar[float] = 2.0  # how late an answer may be; the time-outs of libraries are later
 
     # --- deadlines ------------------------------------------------------------------------------------------
     def test_what_is_past_its_deadline_is_answered_and_may_be_tried_again(self, adapter: L2Adapter) -> None:
@@ -61,7 +61,7 @@ class TroubleTests(Contract):
         _expect_true(adapter, done, "with a deadline that had passed")
 
     def test_no_call_takes_long_beyond_its_deadline(self, adapter: L2Adapter) -> None:
-        """With nothing wrong: what a medium needs longer for is late, and says so by the deadline."""
+        """In normal operation too: a call that the medium cannot finish in time fails by its deadline."""
         material.expect_stored(adapter, material.key(1), b"object")
         for name in claimed(adapter):
             self._expect_in_time(adapter, name, self.hang_deadline_s, "with nothing wrong")
@@ -86,7 +86,7 @@ class TroubleTests(Contract):
         _expect_true(adapter, done, "while the medium answered nothing")
 
     def test_the_deadline_is_honoured_while_an_answer_stalls(self, adapter: L2Adapter, stall: Any) -> None:
-        """The medium answers, and never ends: a time-out of each wait is no deadline of the call."""
+        """The medium answers without end: a time-out of each wait does not bound the call."""
         if stall is None:
             not_judged("a fixture 'stall' unlocks it: StallingProxy.stall() lets answers come byte by byte")
         whole = material.content(1, PAYLOAD)
@@ -140,7 +140,8 @@ class TroubleTests(Contract):
     def test_a_scan_whose_medium_goes_away_is_not_called_whole(
         self, adapter: L2Adapter, outage: Any, part: float
     ) -> None:
-        """It goes between two lines of the scan. What is not listed is forgotten: its room, and that it is to go."""
+        """It goes away between two lines of the scan. The server would forget an object that is not listed: it would
+        count no room for it, and never delete it."""
         if not adapter.capabilities.scan:
             not_claimed("scan")
         if outage is None:
@@ -167,7 +168,8 @@ class TroubleTests(Contract):
         self._expect_well(adapter, f"{done}, and came back")
 
     def test_a_medium_that_refuses_for_a_while_is_no_miss(self, adapter: L2Adapter, busy: Any) -> None:
-        """It answers, and the answer is no. Who takes that for "not there" stores again, or forgets what there is."""
+        """It answers with a refusal. An adapter that reads that as "not there" stores again, or loses track of
+        objects."""
         if busy is None:
             not_judged("a fixture 'busy' unlocks it: a context manager within which the medium refuses every request")
         self._store_both(adapter)
@@ -220,7 +222,7 @@ class TroubleTests(Contract):
 
     # --- parts ----------------------------------------------------------------------------------------------
     def _answered(self, name: str, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call; None where it raises what may be tried again."""
+        """Wraps the call; it returns None if it raises a retryable error."""
 
         def answered() -> Any:
             try:
@@ -232,12 +234,12 @@ class TroubleTests(Contract):
         return answered
 
     def _store_both(self, adapter: L2Adapter) -> None:
-        """What is there while things go wrong: an object that is asked about, and one that is deleted."""
+        """What exists while things go wrong: an object that is looked up, and one that is deleted."""
         for number in (1, GOING):
             material.expect_stored(adapter, material.key(number), b"object")
 
     def _expect_in_time(self, adapter: L2Adapter, name: str, left_s: float, when: str) -> bool:
-        """Whether it said DONE, for all of its items. What it says of the object that is there is true."""
+        """Returns whether all items were DONE. Whatever it says about the object that is there must be true."""
         limit_s = max(0.0, left_s) + self.hang_slack_s
         call = calls_of(adapter, time.monotonic() + left_s)[name]
         try:
@@ -265,7 +267,7 @@ class TroubleTests(Contract):
         return all(outcome.result is Result.DONE for outcome in answers)
 
     def _expect_well(self, adapter: L2Adapter, when: str) -> None:
-        """Stores and loads work, at the second try at the latest: a connection may have been lost."""
+        """Stores and loads work, at the second attempt at the latest: a connection may have been lost."""
         for key in (material.key(8), material.key(9)):
             try:
                 outcome = material.store(adapter, key, b"afterwards")
@@ -278,7 +280,7 @@ class TroubleTests(Contract):
 
 
 def _expect_true(adapter: L2Adapter, done: dict[str, bool], when: str) -> None:
-    """Of what was said DONE, in trouble that is over."""
+    """Check what was reported DONE during the trouble, now that it is over."""
     last = min(ITEMS, adapter.capabilities.batch_keys_max)
     if done.get("store") and not (adapter.capabilities.evicts or adapter.capabilities.ttl):
         material.expect_exists(adapter, [material.key(last)], [True], f"a store {when} said DONE")

@@ -1,4 +1,4 @@
-"""One object: what goes in comes out, and the buffers are the caller's."""
+"""One object: a load returns what was stored, and the buffers stay the caller's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract, not_claimed
 from lmcache_core.tiers.contract import Capabilities, L2Adapter, LoadItem, Result, StoreItem
 
-HEADER_BYTES = 4096  # as the kernel's own objects have
-_HUGE_BYTES = 256 << 20  # a declared largest object beyond this is taken at its word
+HEADER_BYTES = 4096  # as in the kernel's own objects
+_HUGE_BYTES = 256 << 20  # a declared maximum beyond this is not tested
 
 
 class ValueTests(Contract):
@@ -56,7 +56,7 @@ class ValueTests(Contract):
             material.expect_holds(adapter, material.key(1), whole, done, *sizes)
 
     def test_an_object_may_come_in_many_buffers(self, adapter: L2Adapter) -> None:
-        """More than the system takes in one call (IOV_MAX: 1,024), or in none at all."""
+        """More than the system takes in one call (IOV_MAX: 1,024), or none at all."""
         whole = material.content(5, 4500)
         material.expect_stored(adapter, material.key(1), *(whole[at : at + 3] for at in range(0, 4500, 3)))
         for sizes in ([4500], [3] * 1500):
@@ -118,7 +118,7 @@ class ValueTests(Contract):
 
     def test_keys_that_resemble_each_other_do_not_meet(self, adapter: L2Adapter) -> None:
         longest = adapter.capabilities.key_bytes_max
-        held: dict[bytes, bytes] = {}  # without delete, what one pair left behind is there for the next
+        held: dict[bytes, bytes] = {}  # without delete, the objects of one pair are still there for the next
         for number, (one, other) in enumerate(material.similar_keys(longest)):
             for key, content in ((one, b"%d, the one" % number), (other, b"%d, the other" % number)):
                 material.expect_stored(adapter, key, content)
@@ -136,7 +136,7 @@ class ValueTests(Contract):
 
     def test_an_object_larger_than_the_buffers_is_damaged(self, adapter: L2Adapter) -> None:
         for sizes in ((4096, 903), (4999,), (1,), (0,)):
-            # Stored anew each time: an adapter may put an object aside that it has found to be damaged.
+            # Stored again each time: an adapter may set an object aside once it has found it damaged.
             material.expect_stored(adapter, material.key(1), material.content(1, 5000))
             outcome, _ = material.load(adapter, material.key(1), *sizes)
             done = f"5,000 bytes stored, and loaded into buffers of {sizes} bytes"
@@ -165,7 +165,7 @@ class ValueTests(Contract):
         material.expect_holds(adapter, material.key(1), b"".join(contents), "stored from read-only buffers")
 
     def test_the_callers_views_stay_open(self, adapter: L2Adapter) -> None:
-        """Who lends a view goes on using it: to release it, or the array behind it, is the caller's."""
+        """The caller goes on using a view that it lent: only the caller may release it, or the array behind it."""
         views = [memoryview(bytearray(material.content(1, 500))) for _ in range(2)]
         outcome = adapter.store([StoreItem(material.key(1), [views[0]])], material.soon())[0]
         material.expect_result(outcome, Result.DONE, "asked to store 500 bytes")
@@ -262,6 +262,6 @@ def _load_and_forget(adapter: L2Adapter, target: bytearray) -> weakref.ref[memor
 
 def _assert_free(buffer: bytearray) -> None:
     try:
-        buffer.append(0)  # refused while anyone exports the buffer
+        buffer.append(0)  # raises while anyone exports the buffer
     except BufferError as error:
         raise AssertionError("a buffer of the caller is still exported after the call has returned") from error

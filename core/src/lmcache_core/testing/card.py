@@ -19,7 +19,7 @@ _ORDER = (
     HELD,
     JUDGED_NOT,
     CLAIMED_NOT,
-)  # of several variants of a claim the first is reported
+)  # of several variants of a claim the first in this list is reported
 _COLOURS = {FAILED: "red", KNOWN: "yellow", HELD: "brightgreen"}
 
 

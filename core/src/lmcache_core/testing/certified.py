@@ -49,9 +49,9 @@ class Described:
         self.has_fresh = any(FRESH in str(each) for each in (*self._values.values(), *self._texts.values()))
 
     def written(self) -> str:
-        """For the process that will test it. May contain secrets."""
+        """For the process that runs the tests. May contain secrets."""
         told = {"tier": self._tier, "values": self._values, "texts": self._texts, "through": self.through}
-        return json.dumps(told, default=str)  # TOML has dates, and JSON has not
+        return json.dumps(told, default=str)  # TOML has dates, JSON does not
 
     def build(self, fresh: str, context: AdapterContext, **changed: Any) -> L2Adapter:
         """An adapter. `changed`: settings to override. Raises SettingsError, PluginError."""
@@ -65,7 +65,7 @@ class Described:
         return made
 
     def address(self) -> Address:
-        """The address in the setting that a proxy is put in front of. Raises UsageError if it has none."""
+        """The address in the setting to put a proxy in front of. Raises UsageError if it has none."""
         name = self.through or ""
         value = self._texts.get(name, self._values.get(name))
         if value is None:
@@ -86,7 +86,7 @@ class Described:
         return Address(parts.hostname, parts.port, written)
 
     def expect_empty(self, context: AdapterContext) -> None:
-        """Raises UsageError for a medium that the kit may not empty."""
+        """Raises UsageError if the kit may not empty the medium."""
         if self.has_fresh:
             return
         with self.build("", context) as adapter:
@@ -109,7 +109,7 @@ def _named(value: Any, fresh: str) -> Any:
 
 @pytest.fixture(scope="session")
 def described(request: pytest.FixtureRequest) -> Described:
-    """The tier, as written down by the process that started this one."""
+    """The tier, as written by the process that started this one."""
     from lmcache_core.plugins.loader import load_plugins
 
     path = request.config.getoption("--kit-tier")
@@ -173,7 +173,7 @@ class TestCertified(L2AdapterContract):
     def unreachable(
         self, described: Described, fresh: str, adapter_context: AdapterContext
     ) -> Iterator[L2Adapter | None]:
-        """An adapter for a port that is taken but that nobody listens on."""
+        """An adapter for a port that is reserved, with no listener."""
         if described.through is None:
             yield None
             return

@@ -26,8 +26,8 @@ _KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 
 class CompanionContract(Contract):
     """For a companion whose package is installed. `component` is its name, and the fixture `companion_settings` gives
-    what stands in its table (nothing, unless you bring one). `layout`: of the objects that the tests store; one that
-    the companion takes an interest in tells more."""
+    the settings in its table (none by default). `layout`: of the objects that the tests store; choose one that the
+    companion acts on, so that the tests cover more."""
 
     @pytest.fixture
     def companion_settings(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class CompanionContract(Contract):
 
     @pytest.fixture
     def companion_server(self, tmp_path: Path, companion_settings: dict[str, Any]) -> Iterator[Server]:
-        """A server with this companion and no other."""
+        """A server with only this companion."""
         from lmcache_core.plugins.loader import load_plugins
         from lmcache_core.server.server import Server
         from lmcache_core.settings.compose import make_settings
@@ -106,7 +106,7 @@ class CompanionContract(Contract):
         self._expect_at_work(companion_client, "asked for an operation that it does not have")
 
     def test_it_does_not_keep_the_loop_busy(self, companion_server: Server, companion_client: Client) -> None:
-        """Left alone, it says when it is due next: some time ahead, or never."""
+        """When idle, its next step is due some time ahead, or never."""
         companion_client.noop()
         end = time.monotonic() + 60
         while (due := companion_server.companions.next_step()) is not None and due <= time.monotonic():

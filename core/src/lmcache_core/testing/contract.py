@@ -1,4 +1,4 @@
-"""Shared by all contract classes: their tests cannot be overridden silently, never hang, and fail with a message."""
+"""The base of all contract classes: no test is overridden silently or hangs the run, and each failure has a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_core.testing.watch import NotBackError, alarm
 
-_DUMP = re.compile(r"""\bb(?P<quote>['"])(?:\\.|(?!(?P=quote)).){24,}(?P=quote)""", re.DOTALL)  # of more than a few
+_DUMP = re.compile(r"""\bb(?P<quote>['"])(?:\\.|(?!(?P=quote)).){24,}(?P=quote)""", re.DOTALL)  # of over 23 bytes
 _WORDS_MAX = 500
 _KIT = __name__.rpartition(".")[0] + "."
 _OUTCOMES = pytest.skip.Exception, pytest.fail.Exception, pytest.xfail.Exception
@@ -32,7 +32,7 @@ class Contract:
 
     component: ClassVar[str] = ""  # the component's name in the registry, for tests that walk the registry
     by_settings: ClassVar[bool] = False  # True: nobody can provide fixtures, and tests that need one are not judged
-    limit_s: ClassVar[float] = 120.0  # a test that takes longer hangs: it fails and says where
+    limit_s: ClassVar[float] = 120.0  # a longer test counts as hanging: it fails and says where
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,17 +81,17 @@ NOT_CLAIMED = "not claimed: "
 
 
 def not_judged(why: str) -> NoReturn:
-    """Nothing here can tell whether the claim holds. `why` names what would make that possible."""
+    """Skip: nothing here can tell whether the claim holds. `why` names what would make that possible."""
     pytest.skip(NOT_JUDGED + why)
 
 
 def not_claimed(what: str) -> NoReturn:
-    """The component does not claim this."""
+    """Skip: the component does not claim this."""
     pytest.skip(NOT_CLAIMED + what)
 
 
 def run_watched(cls: type[Contract], test: str, call: Callable[[], Any]) -> None:
-    """Run one contract test. On failure the message has the claim and what was seen, also if the test hangs, or if the
+    """Run one contract test. The failure message has the claim and what was seen, even if the test hangs, or the
     component raises instead of answering."""
     hung: list[str] = cls.__dict__.get("_hung", [])
     if len(hung) >= _HUNG_MAX:
@@ -116,7 +116,7 @@ def run_watched(cls: type[Contract], test: str, call: Callable[[], Any]) -> None
 
 
 def raised(error: BaseException) -> str:
-    """An exception for people: its type, its message without dumps of bytes, and the line that raised it."""
+    """An exception for people: its type, its message without byte dumps, and the line that raised it."""
     words = _DUMP.sub("some bytes", str(error))[:_WORDS_MAX]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name} ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
@@ -124,7 +124,7 @@ def raised(error: BaseException) -> str:
 
 
 def _first_of(error: BaseException) -> BaseException:
-    """The first of several errors (Hypothesis found two faults, or another one on the second try)."""
+    """The first of several errors (Hypothesis found two faults, or a different one on the second run)."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

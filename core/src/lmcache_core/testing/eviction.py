@@ -28,7 +28,7 @@ ALL = 1 << 40  # more bytes than any store of these tests holds
 def residents(
     number: int, nbytes: int = 1, *, first: int = 0, spell: Callable[[bytes], bytes] = bytes
 ) -> list[Resident]:
-    """Entries of three namespaces, each with a key of its own."""
+    """Entries of three namespaces, with distinct keys."""
     numbers = range(first, first + number)
     return [Resident(spell(i.to_bytes(32, "big")), nbytes, namespace=1 + i % 3) for i in numbers]
 
@@ -40,10 +40,10 @@ def keys(entries: Sequence[Resident]) -> list[bytes]:
 class EvictionPolicyContract(Contract):
     """What the kernel and the tiers rely on. `make_policy` gives a new policy, always with the same settings."""
 
-    never_evicts: ClassVar[bool] = False  # True: `victims` is promised to be empty, whatever is asked
-    excess_entries_max: ClassVar[int] = 1  # victims may be over what was asked by less than so many entries
+    never_evicts: ClassVar[bool] = False  # True: `victims` is promised to be always empty
+    excess_entries_max: ClassVar[int] = 1  # victims may exceed the request by less than this many entries
     capacity_bytes: ClassVar[int] = 1000  # what the owner says in `resize`
-    remembers_keys_max: ClassVar[int] = 5000  # of objects that are gone, with that capacity
+    remembers_keys_max: ClassVar[int] = 5000  # of evicted objects, with that capacity
 
     @pytest.fixture
     def make_policy(self) -> Make:
@@ -149,7 +149,7 @@ class EvictionPolicyContract(Contract):
     def test_an_entry_that_comes_with_holds_is_no_victim_until_it_is_released(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
         held, free = residents(2)
-        held.hold(1)  # a load whose reader waits already
+        held.hold(1)  # a load whose reader is already waiting
         policy.insert([held, free])
         policy.held([held])
         _expect_named(policy, ALL, [free], "one came with holds, and one without")
@@ -175,7 +175,7 @@ class EvictionPolicyContract(Contract):
         policy.remove(entries[:10])
         _expect_named(policy, ALL, entries[10:], "ten of twenty were removed while they were held")
         for entry in entries[:10]:
-            entry.hold(0)  # its last reader is done; the policy is not told of what it has forgotten
+            entry.hold(0)  # its last reader is done; the policy is not told about entries that were removed
         _expect_named(policy, ALL, entries[10:], "the last readers of those that were removed are done")
         policy.remove(entries[10:])
         _expect_named(policy, ALL, [], "all were removed")
@@ -198,8 +198,8 @@ class EvictionPolicyContract(Contract):
         )
 
     def test_it_asks_no_clock_and_nobody_else(self, make: Make) -> None:
-        """Pure: no I/O, no clock, no lock, no chance without a seed. What is replayed comes out the same."""
-        _history(make())  # what it imports late is there now
+        """Pure: no I/O, no clock, no lock, no unseeded chance. A replay gives the same result."""
+        _history(make())  # so that late imports are done
         policy = make()
         asked = impure_calls(lambda: _history(policy))
         assert not asked, f"while it ordered some two hundred entries, it asked for {' and '.join(asked)}"
@@ -220,7 +220,7 @@ class EvictionPolicyContract(Contract):
             policy, entries = make(), residents(100, 2)
             for method, subject in (
                 (policy.insert, entries),
-                (policy.access, entries[::3] + entries[::6]),  # some come twice
+                (policy.access, entries[::3] + entries[::6]),  # some appear twice
                 (policy.remove, entries[::4]),
                 (policy.access, entries[1::4]),
             ):
@@ -268,8 +268,8 @@ class EvictionPolicyContract(Contract):
         self._needs_victims()
         policy, entries = make(), residents(4000)
         policy.insert(entries)
-        _hold(policy, entries[:1950] + entries[2050:])  # whichever end it begins at, held ones stand in the way
-        policy.victims(ALL)  # it may meet them once
+        _hold(policy, entries[:1950] + entries[2050:])  # held entries block the way, from either end
+        policy.victims(ALL)  # it may look at them once
         Resident.looks = 0
         for _ in range(10):
             policy.victims(1)
@@ -279,14 +279,14 @@ class EvictionPolicyContract(Contract):
         )
 
     def test_what_is_gone_is_forgotten(self, policy: EvictionPolicy) -> None:
-        """A policy may remember keys, within bounds; the entries themselves are the kernel's memory."""
+        """A policy may remember keys, within bounds, but not entries: those are the kernel's memory."""
         gone = [weakref.ref(entry) for entry in _inserted_used_and_removed(policy)]
         gc.collect()
         kept = sum(reference() is not None for reference in gone)
         assert not kept, f"{len(gone)} entries were inserted and removed, and it still refers to {kept} of them"
 
     def test_what_it_remembers_of_the_gone_is_bounded(self, make: Make) -> None:
-        """By the capacity, or a number: keys that never come back would fill the server's memory."""
+        """By the capacity, or a number: otherwise keys that never return fill the server's memory."""
         policy, most = make(), self.remembers_keys_max
 
         def turn_over(first: int, last: int) -> None:
@@ -315,7 +315,7 @@ class EvictionPolicyContract(Contract):
         _expect_named(policy, ALL, before[5:], "five were removed, and the caller emptied the list that it was given")  # type: ignore[arg-type]
 
     def test_what_is_read_only_stays_as_it_is(self, policy: EvictionPolicy) -> None:
-        entries = residents(10, 7)  # whose key, namespace, nbytes and holds raise when they are set
+        entries = residents(10, 7)  # their key, namespace, nbytes and holds raise when set
         try:
             policy.insert(entries)
             policy.access(entries)
@@ -330,7 +330,7 @@ class EvictionPolicyContract(Contract):
             ) from error
 
     def test_charges_come_and_go_and_leave_nothing_behind(self, make: Make) -> None:
-        """What is being written, loaded or reserved is told before it is an entry, and taken off again."""
+        """What is being written, loaded or reserved is charged before it is an entry, and then uncharged."""
         charged, plain = make(), make()
         for policy in (charged, plain):
             policy.insert(residents(50))
@@ -384,7 +384,7 @@ class EvictionPolicyContract(Contract):
 
 
 def _history(policy: EvictionPolicy, spell: Callable[[bytes], bytes] = bytes) -> list[bytes]:
-    """Some life, and whom it names in it, by their keys."""
+    """A sample workload. Returns the keys of the victims in it."""
     entries = residents(200, 3, spell=spell)
     policy.insert(entries)
     policy.access(entries[::7] + entries[::5])
@@ -413,7 +413,7 @@ def _inserted_used_and_removed(policy: EvictionPolicy) -> list[Resident]:
 
 
 def _expect_named(policy: EvictionPolicy, nbytes: int, expected: Sequence[Resident], done: str) -> None:
-    """Just these, in any order."""
+    """Exactly these, in any order."""
     named = policy.victims(nbytes)
     missing, more = set(expected) - set(named), set(named) - set(expected)
     asked = "all bytes" if nbytes == ALL else f"{nbytes} bytes"
@@ -430,7 +430,7 @@ def _expect_same(first: Sequence[object], again: Sequence[object], done: str) ->
 
 
 def _expect_level(looks: Mapping[int, int], done: str) -> None:
-    """`looks`: how many are resident → how often an entry was looked at."""
+    """`looks`: number of residents → how often entries were looked at."""
     (few, at_few), (many, at_many) = sorted(looks.items())
     assert at_many <= 2 * at_few + 1000, (
         f"{done} took {at_few:,} looks at entries where {few:,} are resident, and {at_many:,} where {many:,} are: the "

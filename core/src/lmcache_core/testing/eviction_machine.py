@@ -1,4 +1,4 @@
-"""A Hypothesis machine: an eviction policy beside the plain truth: what is resident, and what is held."""
+"""A Hypothesis machine: compares an eviction policy with a model of what is resident and what is held."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lmcache_core.kernel.contracts import EvictionPolicy
 
 
 class Resident:
-    """An entry as strict as the contract: what is read-only for a policy raises when it is set. `looks` counts how
-    often anybody read a property of any entry, compared it or hashed it: the cost of a walk, whatever the machine."""
+    """A strict entry: setting what is read-only for a policy raises. `looks` counts how often a property of any entry
+    was read, or an entry compared or hashed: the cost of a walk, on any machine."""
 
     __slots__ = ("__weakref__", "_holds", "_key", "_namespace", "_nbytes", "newer", "older", "policy_data")
     looks: ClassVar[int] = 0
@@ -85,7 +85,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5), size=st.integers(1, 9))
     def insert_again(self, number: int, size: int) -> None:
-        """A key that was evicted comes back: a policy may remember it."""
+        """An evicted key comes back: a policy may remember it."""
         key = number.to_bytes(32, "big")
         if all(entry._key != key for entry in self.resident):
             entry = Resident(key, size)
@@ -146,8 +146,8 @@ class EvictionMachine(RuleBasedStateMachine):
 def run_machine(
     make: Callable[[], EvictionPolicy], *, never_evicts: bool = False, runs: int = 25, shortest: bool = True
 ) -> None:
-    """Raises what the machine asserts, with the shortest story that leads there, which may take minutes to find, or
-    without `shortest` with the first one."""
+    """Raises the machine's assertion with the shortest failing sequence, which may take minutes to find, or without
+    `shortest` with the first one."""
     run_state_machine_as_test(
         lambda: EvictionMachine(make, never_evicts=never_evicts),  # type: ignore[arg-type]  # any callable will do, says its documentation
         settings=settings(
@@ -157,7 +157,7 @@ def run_machine(
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,  # one sentence
+            report_multiple_bugs=False,  # report one fault only
             phases=tuple(Phase) if shortest else (Phase.generate,),
         ),
     )

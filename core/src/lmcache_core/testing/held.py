@@ -1,4 +1,4 @@
-"""What a process holds: descriptors and threads, before and after something was done again and again."""
+"""What a process holds: descriptors and threads, before and after an action was repeated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import NamedTuple
 from lmcache_core.testing.contract import not_judged
 
 CYCLES = 10
-WARM = 2  # pools open lazily: what is there after the second cycle is there for good
-_OURS = ("kit-", "tier-", "pytest")  # threads that are the kit's or the kernel's
+WARM = 2  # pools open lazily: what is there after the second cycle stays
+_OURS = ("kit-", "tier-", "pytest")  # threads of the kit or the kernel
 
 
 class Held(NamedTuple):
@@ -37,7 +37,7 @@ def held() -> Held:
         try:
             target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115
         except OSError:
-            continue  # the listing's own
+            continue  # opened by the listing itself
         if target != f"/proc/{os.getpid()}/fd":
             kinds[target.partition(":")[0] if not target.startswith("/") else "files"] += 1
     threads = threading.enumerate()

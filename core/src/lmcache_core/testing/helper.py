@@ -1,4 +1,4 @@
-"""The contract of helpers, as tests: each runs beside a real server, embedded in the test's process."""
+"""The contract of helpers, as tests: each helper runs beside a real server, embedded in the test's process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lmcache_core.testing.contract import Contract
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
-_WAIT_S = 60.0  # a net: what is waited for comes within seconds
+_WAIT_S = 60.0  # a safety net: normally seconds
 
 
 class HelperContract(Contract):
-    """For a helper whose package is installed. `component` is its name, and the fixture `helper_settings` gives what
-    stands in its table (nothing, unless you bring one)."""
+    """For a helper whose package is installed. `component` is its name, and the fixture `helper_settings` gives the
+    settings in its table (none by default)."""
 
     @pytest.fixture
     def helper_settings(self, tmp_path: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class HelperContract(Contract):
 
     @pytest.fixture
     def helper_process(self, tmp_path: Path, helper_settings: dict[str, Any]) -> HelperProcess:
-        """What would be run."""
+        """The process that the server would run."""
         from lmcache_core.plugins.loader import load_plugins
 
         context = HelperContext("kit", str(tmp_path / "run" / "kit" / "lifeline"), tmp_path / "run")
@@ -41,7 +41,7 @@ class HelperContract(Contract):
 
     @pytest.fixture
     def helper_server(self, tmp_path: Path, helper_settings: dict[str, Any]) -> Iterator[Server]:
-        """A server with this helper and no other."""
+        """A server with only this helper."""
         from lmcache_core.plugins.loader import load_plugins
         from lmcache_core.server.server import Server
         from lmcache_core.settings.compose import make_settings
@@ -63,7 +63,7 @@ class HelperContract(Contract):
         assert shutil.which(helper_process.command[0]), f"there is no program {helper_process.command[0]}"
 
     def test_it_runs_beside_a_server_and_ends_with_it(self, helper_server: Server) -> None:
-        """Up, and still the same process after a moment."""
+        """It starts, and is still the same process a moment later."""
         seen: dict[int, float] = {}
         end = time.monotonic() + _WAIT_S
         while not any(time.monotonic() - since > 1.0 for since in seen.values()):

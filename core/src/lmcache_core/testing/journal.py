@@ -1,4 +1,4 @@
-"""What a run of the kit has come to, line by line in a file: who started it reads that, however the run has ended."""
+"""The results of a run of the kit, line by line in a file: its parent reads them, however the run has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARENT_DIED = 1  # PR_SET_PDEATHSIG
 
 
 class Begun(NamedTuple):
-    """A test of the contract that was begun."""
+    """A contract test that has begun."""
 
     test: str
     subject: str
@@ -25,17 +25,17 @@ class Begun(NamedTuple):
 
 
 class Journal:
-    """Appended to by one process at a time. `tests`: those of a former process that are not to be run again."""
+    """Appended to by one process at a time. `tests`: tests of an earlier process, not to be run again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self, begun: Begun) -> None:
-        """From here on, until `add` or `end`, that test is what the process dies of."""
+        """If the process dies from here on, until `add` or `end`, this test is to blame."""
         self._write({"begun": begun})
 
     def add(self, line: Line) -> None:
-        """What a test has shown."""
+        """Record a result."""
         self._write({"line": line})
 
     def end(self, test: str) -> None:
@@ -43,7 +43,7 @@ class Journal:
         self._write({"ended": test})
 
     def expect(self, tests: list[Begun]) -> None:
-        """What a run is going to do."""
+        """Record which tests will run."""
         self._write({"expected": tests})
 
     def close(self, status: int) -> None:
@@ -55,7 +55,7 @@ class Journal:
             file.write(json.dumps(entry) + "\n")
 
     def read(self) -> Story:
-        """All of it. A last line that was cut is left out."""
+        """The whole file, without an incomplete last line."""
         story = Story([], [], None, [], None)
         if not self._path.exists():
             return story
@@ -79,8 +79,8 @@ class Journal:
 
 
 class Story(NamedTuple):
-    """`lines`: what was shown. `tests`: those that were begun. `under_way`: the one that the process is, or died, in.
-    `expected`: what the last process was going to run. `over`: pytest's exit status, where it has ended by itself."""
+    """`lines`: the results. `tests`: those that have begun. `under_way`: the test that the process is, or died, in.
+    `expected`: what the last process was going to run. `over`: pytest's exit status, if it has ended by itself."""
 
     lines: list[Line]
     tests: list[str]
@@ -90,8 +90,8 @@ class Story(NamedTuple):
 
 
 class JournalWriter:
-    """A pytest plugin: keeps the journal, leaves out what a former process has begun, and ends the run, with all of its
-    fixtures, when the process that started it dies."""
+    """A pytest plugin: keeps the journal, skips tests that an earlier process has begun, and ends the run, with all its
+    fixtures, when its parent dies."""
 
     def __init__(self, path: str | Path) -> None:
         self._journal = Journal(Path(path))

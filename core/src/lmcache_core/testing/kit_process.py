@@ -1,4 +1,4 @@
-"""The kit in a process of its own: an adapter may take its interpreter with it, and hang past every interrupt."""
+"""The kit in a process of its own: an adapter may crash its interpreter, or hang in spite of every interrupt."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import IO, Any
 from lmcache_core.testing.card import FAILED, JUDGED_NOT, Line
 from lmcache_core.testing.journal import Journal
 
-CRASHES_MAX = 3  # interpreters that may end in the middle before the other claims are not tested any more
-STOP_S = 20.0  # for the fixtures to put away what they have made
-_INTERRUPTED = 2  # pytest's
-_NOT_OURS = ("PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")  # of who calls this
+CRASHES_MAX = 3  # after this many crashed interpreters, the remaining claims are not tested
+STOP_S = 20.0  # for the fixtures to clean up
+_INTERRUPTED = 2  # pytest's exit status
+_NOT_OURS = ("PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")  # set by the caller's environment
 
 
 def run_kit(options: Sequence[str], folder: Path, out: IO[str]) -> tuple[list[Line], int]:
-    """Run pytest with these options. What it has shown of each claim, and its exit status (of several: the worst).
+    """Run pytest with these options. Returns what it found for each claim, and its exit status (the worst of several).
 
-    Where the interpreter ends in the middle, the claim that it was at has failed, and another one goes on behind it.
-    Raises KeyboardInterrupt when this process is interrupted or terminated; then nothing of the kit is left behind.
+    If the interpreter crashes, the claim under test has failed, and another interpreter continues after it. Raises
+    KeyboardInterrupt when this process is interrupted or terminated; the kit then leaves nothing behind.
     """
     journal = Journal(folder / "journal")
     command = [sys.executable, "-m", "pytest", *options, f"--kit-journal={folder / 'journal'}"]
@@ -53,7 +53,7 @@ def _words(ended: int) -> str:
 
 
 def _run(command: Sequence[str], folder: Path, out: IO[str]) -> int:
-    """The exit status. It is in a group of its own: an interrupt from the terminal is passed on to it once."""
+    """The exit status. It runs in its own process group: an interrupt from the terminal is passed to it once."""
     ours = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
     env = {**ours, "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
     with _terminated_is_interrupted():
@@ -68,13 +68,13 @@ def _run(command: Sequence[str], folder: Path, out: IO[str]) -> int:
             raise
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it has left
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it left behind
             process.wait()
 
 
 @contextmanager
 def _terminated_is_interrupted() -> Iterator[None]:
-    """In the main thread; no other can be told."""
+    """In the main thread; no other can receive it."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A Hypothesis machine: an adapter and a dictionary are told the same things and must say the same."""
+"""A Hypothesis machine: an adapter and a dictionary get the same calls and must give the same answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM_BYTES = 8192
 
 
 class AdapterMachine(RuleBasedStateMachine):
-    """Batches of stores, loads, deletes and lookups. Keys of one run begin with `prefix`, so that runs may share a
+    """Batches of stores, loads, deletes and lookups. The keys of one run begin with `prefix`, so that runs may share a
     medium. `forgets`: the medium may drop objects by itself (it evicts, or they expire)."""
 
     def __init__(self, adapter: L2Adapter, prefix: bytes = b"", *, forgets: bool = False) -> None:
@@ -80,8 +80,8 @@ class AdapterMachine(RuleBasedStateMachine):
 
 
 def run_machine(adapter: L2Adapter, *, runs: int = 12, steps: int = 20, shortest: bool = True) -> None:
-    """Compare an adapter with the dictionary. Raises what the machine asserts, with the shortest story that leads
-    there, which takes a while to find, or without `shortest` with the first one."""
+    """Compare an adapter with the dictionary. Raises the machine's assertion with the shortest failing sequence, which
+    takes a while to find, or without `shortest` with the first one."""
     number = 0
 
     def make() -> AdapterMachine:
@@ -99,7 +99,7 @@ def run_machine(adapter: L2Adapter, *, runs: int = 12, steps: int = 20, shortest
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,  # one sentence
+            report_multiple_bugs=False,  # report one fault only
             phases=tuple(Phase) if shortest else (Phase.generate,),
         ),
     )

@@ -1,4 +1,4 @@
-"""What contract tests are made of: keys, contents, and short words for one object."""
+"""Material for contract tests: keys, contents, and short helpers for one object."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, ScanPage, StoreItem
 
-DEADLINE_S = 60.0  # a safety net; nothing here takes as long
-FILL = 0xA5  # what targets hold before a load
+DEADLINE_S = 60.0  # a safety net; nothing here takes that long
+FILL = 0xA5  # the content of targets before a load
 
-# Keys that have broken media: separators, terminators, wildcards, names with a meaning, bytes that are no text.
+# Keys that have broken media: separators, terminators, wildcards, names with a meaning, bytes that are not text.
 DIFFICULT_KEYS = (
     b"\0", b"\0" * 44, b"\xff" * 44, b".", b"..", b"/", b"../../etc/passwd", b"a/b", b"a//b", b"a\\b", b"a b", b" a ",
     b"a\nb", b"a\r\n", b"a\tb", b"a\0b", b"'; drop table objects; --", b'"quoted"', b"%s%n", b"%2e%2e%2f", b"*", b"?",
@@ -24,7 +24,7 @@ DIFFICULT_KEYS = (
     b"\x80", b"\xfe\xff", bytes(range(44)), b"tmp", b"damaged", b"None", b"0",
 )  # fmt: skip
 
-# Pairs that a careless medium takes for one: by prefix, case, trailing bytes, normalisation, number.
+# Pairs that a careless medium confuses: by prefix, case, trailing bytes, normalisation, number.
 SIMILAR_KEYS = (
     (b"key", b"key\0"), (b"key", b"key "), (b"key", b"KEY"), (b"key", b"ke"), (b"\0key", b"key"), (b"01", b"1"),
     (b"\xc3\xa9", b"e\xcc\x81"), (b"a/b", b"a_b"), (b"a\nb", b"a"), (b"6b", b"k"), (bytes(44), bytes(43)),
@@ -36,7 +36,7 @@ SIMILAR_KEYS = (
 
 
 def similar_keys(longest: int) -> list[tuple[bytes, bytes]]:
-    """Pairs that are to be kept apart, also at the length of the kernel's keys and at the greatest that is claimed."""
+    """Pairs that must be kept apart, also at the length of the kernel's keys and at the largest length claimed."""
     pairs = [pair for pair in SIMILAR_KEYS if max(map(len, pair)) <= longest]
     for length in sorted({44, longest}):
         stem = b"k" * (length - 1)
@@ -45,8 +45,8 @@ def similar_keys(longest: int) -> list[tuple[bytes, bytes]]:
 
 
 def keys_one_byte_apart(longest: int) -> list[bytes]:
-    """A key as the kernel's, and one of the greatest length, each with all that differ from it in one byte: by the bit
-    of the case, the lowest, or the highest."""
+    """A key like the kernel's, and one of the largest length, each with all keys that differ from it in one byte: in
+    the case bit, the lowest bit, or the highest bit."""
     found = []
     for stem, first in ((key(5), 0), (b"k" * longest, 44)):
         changed = [(at, (0x20, 0x01, 0x80)[at % 3]) for at in range(first, len(stem))]
@@ -55,11 +55,11 @@ def keys_one_byte_apart(longest: int) -> list[bytes]:
 
 
 def key(number: int, name: str = "") -> bytes:
-    """A key as the kernel makes them: 44 bytes of any value."""
+    """A key like the kernel's: 44 bytes of any value."""
     return hashlib.sha384(f"{name}{number}".encode()).digest()[:44]
 
 
-# Two keys each (as `key` makes them, by number) that a hash of 32 bits takes for one.
+# Two keys each (numbers for `key`) with the same 32-bit hash.
 _COLLIDING_NUMBERS = {
     "CRC-32": (23409, 65174), "Adler-32": (774, 1517), "FNV-1a of 32 bits": (83349, 104869),
     "MurmurHash3 of 32 bits": (5649, 58684), "XXH32": (11745, 102752),
@@ -71,24 +71,24 @@ COLLIDING_KEYS = {name: [key(number) for number in pair] for name, pair in _COLL
 
 
 def content(number: int, nbytes: int) -> bytes:
-    """Bytes that look like nothing else's, equal for equal arguments."""
+    """Pseudo-random bytes, equal for equal arguments."""
     return random.Random(number).randbytes(nbytes)
 
 
 def soon() -> float:
-    """A deadline that is not reached."""
+    """A deadline that will not be reached."""
     return time.monotonic() + DEADLINE_S
 
 
 def batches(adapter: L2Adapter, count: int, most: int = 512) -> Iterator[range]:
-    """0 to count, in batches that the adapter takes."""
+    """0 to `count`, in batches that the adapter takes."""
     step = max(1, min(most, adapter.capabilities.batch_keys_max))
     for start in range(0, count, step):
         yield range(start, min(count, start + step))
 
 
 def fitting(adapter: L2Adapter, nbytes: int) -> int:
-    """So many bytes, or as many as the adapter's largest object has."""
+    """`nbytes`, or the adapter's largest object if that is smaller."""
     largest = adapter.capabilities.object_bytes_max
     return nbytes if largest is None else min(nbytes, largest)
 
@@ -100,7 +100,7 @@ def store(adapter: L2Adapter, key: bytes, *parts: bytes) -> Outcome:
 
 
 def load(adapter: L2Adapter, key: bytes, *sizes: int) -> tuple[Outcome, bytes]:
-    """Load one object into fresh buffers of these sizes; their content, one after the other."""
+    """Load one object into fresh buffers of these sizes. Returns their joined content."""
     targets = [bytearray([FILL]) * size for size in sizes]
     (outcome,) = adapter.load([LoadItem(key, [memoryview(target) for target in targets])], soon())
     return outcome, b"".join(targets)
@@ -117,7 +117,7 @@ def results(outcomes: Sequence[Outcome]) -> list[Result]:
 
 
 def page_of(adapter: L2Adapter, cursor: str | None) -> ScanPage:
-    """One page of a scan, of the types that the contract names."""
+    """One page of a scan; checks that it has the types in the contract."""
     page = adapter.scan(cursor, soon())
     assert isinstance(page, ScanPage), f"scan gave a {type(page).__name__}, and has to give a ScanPage"
     if page.cursor is not None:
@@ -145,7 +145,7 @@ def scan(adapter: L2Adapter, pages_max: int = 10_000) -> list[ScanEntry]:
 
 # --- what was seen, in words ----------------------------------------------------------------------------------------
 def shown(key: bytes) -> str:
-    """A key for people: short ones as they are, the kernel's by their beginning."""
+    """A key for people: short keys in full, the kernel's by their first bytes."""
     return repr(key) if len(key) <= 24 else f"{key[:8]!r}… of {len(key)} bytes"
 
 
@@ -166,7 +166,7 @@ def difference(found: bytes, expected: bytes) -> str:
 
 
 def expect_types(outcome: Outcome, done: str) -> None:
-    """An outcome whose values are of the types that the contract names."""
+    """Check that an outcome's values have the types in the contract."""
     assert isinstance(outcome, Outcome), f"{done}, it answered {outcome!r:.100}, and has to answer an Outcome"
     for name, wanted in _OUTCOME_TYPES.items():
         _expect_type(f"{done}, it answered {name} =", getattr(outcome, name), wanted)
@@ -187,13 +187,13 @@ def expect_result(outcome: Outcome, expected: Result, done: str) -> None:
 
 
 def expect_stored(adapter: L2Adapter, key: bytes, *parts: bytes) -> None:
-    """Store an object; it has to be DONE."""
+    """Store an object; it must be DONE."""
     nbytes = sum(map(len, parts))
     expect_result(store(adapter, key, *parts), Result.DONE, f"asked to store {nbytes:,} bytes under {shown(key)}")
 
 
 def expect_holds(adapter: L2Adapter, key: bytes, expected: bytes, done: str, *sizes: int) -> None:
-    """A load into buffers of these sizes (one that fits, without any) gives exactly these bytes."""
+    """A load into buffers of these sizes (default: one that fits) gives exactly these bytes."""
     outcome, found = load(adapter, key, *(sizes or (len(expected),)))
     expect_result(outcome, Result.DONE, f"{done}: asked to load {shown(key)}")
     assert outcome.nbytes == len(expected), (
@@ -209,7 +209,7 @@ def expect_miss(adapter: L2Adapter, key: bytes, done: str) -> None:
 
 
 def expect_exists(adapter: L2Adapter, keys: Sequence[bytes], expected: Sequence[bool], done: str) -> None:
-    """One answer for each key, in their order."""
+    """One answer for each key, in order."""
     found = [bool(one) for one in adapter.exists(keys, soon())]
     assert len(found) == len(keys), f"{done}: exists gave {len(found)} answers for {len(keys)} keys"
     wrong = [at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
@@ -228,7 +228,7 @@ def expect_deleted(adapter: L2Adapter, keys: Sequence[bytes], done: str) -> None
 
 
 def sample(layout: Layout, seed: int) -> bytes:
-    """Finite values of the layout's type, as KV has them: normal, mostly small, a few outliers."""
+    """Finite values of the layout's type, distributed like KV: normal, mostly small, a few outliers."""
     rng = random.Random(seed)
     count = layout.nbytes // layout.itemsize
     if layout.dtype == "bool":

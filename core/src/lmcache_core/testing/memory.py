@@ -1,4 +1,4 @@
-"""The null object of the tiers: a dictionary with the contract of an adapter."""
+"""The reference adapter: a dictionary with the contract of an adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmcache_core.tiers.contract import (
 )
 
 _SCAN_PAGE_ENTRIES = 512
-_MAPPED_BYTES_MIN = 64 << 10  # from here on an object gets pages of its own
+_MAPPED_BYTES_MIN = 64 << 10  # from this size on, an object gets pages of its own
 _LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
 _DONE = Outcome(Result.DONE)
 
@@ -34,10 +34,10 @@ Content = bytes | bytearray | mmap.mmap
 
 
 class MemoryAdapter(L2Adapter):
-    """Objects in a dictionary of this process. `medium_bytes`: stores beyond it answer FULL; None: no bound.
+    """Objects in a dictionary of this process. `medium_bytes`: stores beyond it answer FULL; None: no limit.
 
-    `objects` is the medium itself, for tests that look behind the adapter; change it under `lock`. Adapters built
-    with the same `objects` share one medium. Each entry is content and time of the last use.
+    `objects` is the medium itself, for tests that look behind the adapter; change it under `lock`. Adapters built with
+    the same `objects` share one medium. Each entry holds the content and the time of last use.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -82,13 +82,13 @@ class MemoryAdapter(L2Adapter):
             return Usage(used, len(self.objects), free)
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        """By key; the cursor is the last key of the page."""
+        """In key order; the cursor is the last key of the page."""
         self._check_open()
         after = bytes.fromhex(cursor) if cursor is not None else None
         with self.lock:
             keys = sorted(key for key in list(self.objects) if after is None or key > after)
             page = keys[:_SCAN_PAGE_ENTRIES]
-            found = [(key, self.objects.get(key)) for key in page]  # another adapter on them has a lock of its own
+            found = [(key, self.objects.get(key)) for key in page]  # adapters sharing them have other locks
         entries = [ScanEntry(key, len(held[0]), held[1]) for key, held in found if held is not None]
         return ScanPage(entries, page[-1].hex() if len(keys) > len(page) else None)
 
@@ -128,8 +128,8 @@ class MemoryAdapter(L2Adapter):
 
 
 def _joined(item: StoreItem) -> Content:
-    """The object as the medium keeps it. Fresh heap memory would be touched under the GIL, 4 ns a byte, and hold up
-    the loop whose lanes this runs in; pages of a mapping are touched by the copy, which lets go of it."""
+    """The object as the medium keeps it. The page faults of fresh heap memory would be taken under the GIL, 4 ns a
+    byte, and delay the server's loop; those of a mapping are taken by the copy, which releases the GIL."""
     if item.nbytes < _MAPPED_BYTES_MIN:
         return b"".join(item.buffers)
     content = mmap.mmap(-1, item.nbytes)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
 _CALLERS, _CALLS = 4, 5
-_WAIT_S = 30.0  # a net
+_WAIT_S = 30.0  # a safety net
 _QUICK_S = 0.002
 _TRIES = 50
 
 
 def _kept(operation: type[ServerOperation]) -> dict[str, str]:
-    """What its classes hold, as text: of methods and the like nothing that changes."""
+    """The state of its classes, as text, without methods and other constants."""
     return {
         f"{each.__name__}.{name}": repr(value)
         for each in operation.__mro__
@@ -40,8 +40,8 @@ def _kept(operation: type[ServerOperation]) -> dict[str, str]:
 
 
 class OperationContract(Contract):
-    """For an operation whose package is installed. `component` is its name, `operation_settings` gives what stands in
-    its table (nothing, unless you bring one), and `sample_request` what it answers in an empty server, too."""
+    """For an operation whose package is installed. `component` is its name, `operation_settings` gives the settings in
+    its table (none by default), and `sample_request` is a request that it answers even in an empty server."""
 
     settle_s: ClassVar[float] = 5.0  # for a thread that was told to end
 
@@ -55,7 +55,7 @@ class OperationContract(Contract):
 
     @pytest.fixture
     def operation_registry(self) -> Registry:
-        """All that is installed."""
+        """Everything that is installed."""
         from lmcache_core.plugins.loader import load_plugins
 
         return load_plugins()
@@ -64,7 +64,7 @@ class OperationContract(Contract):
     def operation_server(
         self, tmp_path: Path, operation_settings: dict[str, Any], operation_registry: Registry
     ) -> Iterator[Server]:
-        """A server with this operation and no other."""
+        """A server with only this operation."""
         from lmcache_core.server.server import Server
         from lmcache_core.settings.compose import make_settings
 
@@ -146,8 +146,8 @@ class OperationContract(Contract):
     def test_many_callers_are_all_answered(
         self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
     ) -> None:
-        """Two lanes call it at once. What it keeps of a request in itself is another request's by then: that answers
-        are not mixed up is not judged, for the kit does not know which are right."""
+        """Two lanes call it at once. State of a request that it keeps in the instance may be overwritten by another
+        request. The kit does not know the right answers, so it cannot tell whether they are mixed up."""
         faults: list[str] = []
 
         def work() -> None:
@@ -173,7 +173,7 @@ class OperationContract(Contract):
         sample_request: msgspec.Struct,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """A view of the pool is of use within `on_loop`: anywhere else the loop changes what is looked at."""
+        """A view of the pool may be used only within `on_loop`: elsewhere the loop may change it during the read."""
         elsewhere: list[str] = []
 
         def noting(name: str) -> Any:

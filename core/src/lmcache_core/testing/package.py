@@ -32,7 +32,7 @@ from lmcache_core.server.operation import ServerOperation
 from lmcache_core.testing.contract import Contract
 from lmcache_core.tiers.contract import L2Adapter
 
-# Nobody's `lmcache-core --help` should wait for these.
+# Importing these would slow down everybody's `lmcache-core --help`.
 HEAVY = (
     "asyncio", "boto3", "botocore", "cryptography", "hypothesis", "lz4", "msgspec", "numpy", "pandas", "pydantic",
     "pytest", "redis", "requests", "rich", "scipy", "sqlite3", "torch", "transformers", "urllib3", "xxhash", "zmq",
@@ -53,10 +53,10 @@ _BASES = {
 
 
 class PluginPackageContract(Contract):
-    """For an installed distribution that brings plugins."""
+    """For an installed distribution that provides plugins."""
 
     distribution: ClassVar[str] = ""
-    heavy: ClassVar[Sequence[str]] = ()  # modules that the entry point must not import, beside HEAVY
+    heavy: ClassVar[Sequence[str]] = ()  # more modules, besides HEAVY, that the entry point must not import
 
     @pytest.fixture
     def entries(self) -> list[Candidate]:
@@ -71,7 +71,7 @@ class PluginPackageContract(Contract):
 
     @pytest.fixture
     def registry(self, entries: list[Candidate]) -> Registry:
-        """The built-ins and this distribution alone."""
+        """Only the built-ins and this distribution."""
         return load_plugins({ALLOW_LIST: self.distribution})
 
     def _specs(self, registry: Registry) -> Iterator[ComponentSpec]:
@@ -90,7 +90,7 @@ class PluginPackageContract(Contract):
         for entry in entries:
             module = entry.target.partition(":")[0]
             forbidden = sorted({*HEAVY, *self.heavy, *own} - {module, ""})
-            # What lmcache-core itself imports is not the plugin's doing.
+            # Modules that lmcache-core itself imports do not count.
             code = (
                 "import sys, json, lmcache_core; before = set(sys.modules); "
                 f"import {module}; print(json.dumps([m for m in {forbidden!r} if m in set(sys.modules) - before]))"

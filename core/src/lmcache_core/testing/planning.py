@@ -34,8 +34,8 @@ _QUICK = settings(
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.generate),  # to shorten a story of some batches takes up to five minutes
-    report_multiple_bugs=False,  # one sentence
+    phases=(Phase.explicit, Phase.generate),  # to shorten a sequence of several batches takes up to five minutes
+    report_multiple_bugs=False,  # report one fault only
 )
 _TIERS = st.lists(
     st.builds(TierView, st.sampled_from(["ssd", "cold", "mock", "far"]), st.booleans()),
@@ -68,9 +68,9 @@ TIERS = (TierView("ssd", True), TierView("cold", True))
 
 
 class StorePolicyContract(Contract):
-    """A plan names what exists, loses nothing, and follows from what the policy was told, and from nothing else."""
+    """A plan names what exists, loses nothing, and depends only on what the policy was told."""
 
-    discards: ClassVar[bool] = False  # True: the policy may drop from the L1 what it sends to no tier
+    discards: ClassVar[bool] = False  # True: the policy may drop objects from the L1 that it sends to no tier
 
     @pytest.fixture
     def make_policy(self) -> Callable[[], StorePolicy]:
@@ -126,14 +126,14 @@ class StorePolicyContract(Contract):
         assert same, "told the same, with other hashes of the same keys, it plans otherwise: it goes by hash(key)"
 
     def test_it_asks_no_clock_and_nobody_else(self, make_policy: Callable[[], StorePolicy]) -> None:
-        """Pure: no I/O, no clock, no lock, no chance without a seed."""
-        _stored(make_policy())  # what it imports late is there now
+        """Pure: no I/O, no clock, no lock, no unseeded chance."""
+        _stored(make_policy())  # so that late imports are done
         policy = make_policy()
         asked = impure_calls(lambda: _stored(policy))
         assert not asked, f"while it made four plans, it asked for {' and '.join(asked)}"
 
     def test_a_plan_stays_as_it_was_made(self, make_policy: Callable[[], StorePolicy]) -> None:
-        """It is carried out when others have been made already."""
+        """It is carried out after later plans have been made."""
         policy = make_policy()
         first = policy.plan(candidates(8, reused=policy.wants_reuse), TIERS)
         before = _plain(first)
@@ -233,14 +233,14 @@ class PrefetchPolicyContract(Contract):
         assert same, "told the same, with other hashes of the same keys, it plans otherwise: it goes by hash(key)"
 
     def test_it_asks_no_clock_and_nobody_else(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
-        """Pure: no I/O, no clock, no lock, no chance without a seed."""
-        _fetched(make_policy())  # what it imports late is there now
+        """Pure: no I/O, no clock, no lock, no unseeded chance."""
+        _fetched(make_policy())  # so that late imports are done
         policy = make_policy()
         asked = impure_calls(lambda: _fetched(policy))
         assert not asked, f"while it made some plans, it asked for {' and '.join(asked)}"
 
     def test_a_plan_stays_as_it_was_made(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
-        """It is carried out when others have been made already."""
+        """It is carried out after later plans have been made."""
         policy = make_policy()
         keys = [material.key(number) for number in range(4)]
         first = policy.plan(keys, {"ssd": [True] * 4}, TIERS)
@@ -279,7 +279,7 @@ class PrefetchPolicyContract(Contract):
 
 
 def _stored(policy: StorePolicy, spell: Spell = bytes) -> list[object]:
-    """Some plans."""
+    """Several plans."""
     told = [candidates(8, spell=spell), candidates(8, first=4, spell=spell)]
     told += [candidates(8, 1 << 20, first=6, spell=spell)]
     told += [candidates(6, reused=True, spell=spell)] if policy.wants_reuse else []
@@ -287,7 +287,7 @@ def _stored(policy: StorePolicy, spell: Spell = bytes) -> list[object]:
 
 
 def _fetched(policy: PrefetchPolicy, spell: Spell = bytes) -> list[object]:
-    """Some plans, and what stays."""
+    """Several plans, and which keys stay."""
     told: list[object] = []
     for count in (1, 3, 4, 1):
         keys = [spell(material.key(number)) for number in range(count)]
@@ -297,7 +297,7 @@ def _fetched(policy: PrefetchPolicy, spell: Spell = bytes) -> list[object]:
 
 
 def _plain(plan: StorePlan | PrefetchPlan) -> object:
-    """A plan by its values, whatever sequences it is made of."""
+    """A plan by its values, whatever sequence types it uses."""
     if isinstance(plan, StorePlan):
         return {name: list(positions) for name, positions in plan.targets.items()}, list(plan.drop)
     return list(plan.sources), plan.retain

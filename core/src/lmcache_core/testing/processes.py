@@ -1,4 +1,4 @@
-"""A real server for tests and benches, in a process of its own. It is gone at the end, however that comes."""
+"""A real server for tests and benches, in a process of its own. It is always cleaned up at the end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
 
 READY_S = 30.0  # until the server says that it serves, and between two signs of progress while its pool is populated
-STOP_S = 10.0  # until a server that was asked to end is killed
+STOP_S = 10.0  # until a server that was asked to stop is killed
 _TCP_LOOPBACK = "127.0.0.1:0"
 
 
 class ServerProcess:
-    """`lmcache-core serve` on every carrier that is asked for, in a temporary directory, under a name of its own.
+    """`lmcache-core serve` on every requested carrier, in a temporary directory, under a name of its own.
 
-    No setting of the user reaches it, so that every run measures the same server. Use as a context manager.
+    The user's settings do not reach it, so that every run measures the same server. Use as a context manager.
     """
 
     def __init__(self, size_bytes: int, *, zmq: bool = False, ready_populated: bool = True) -> None:
@@ -68,7 +68,7 @@ class ServerProcess:
         self._stack.close()
 
     def client(self, address: str | None = None, **options: Any) -> Client:
-        """A client over the lifeline, or over ZMQ where an address is given."""
+        """A client over the lifeline, or over ZMQ if an address is given."""
         return Client.connect(
             self.name, runtime_dir=self.runtime_dir, address=address, curve=self.curve(address), **options
         )
@@ -79,7 +79,7 @@ class ServerProcess:
         return f"ipc://{self.runtime_dir / self.name / 'zmq'}"
 
     def curve(self, address: str | None) -> CurveKeys | None:
-        """The keys of a client, for an address that needs them."""
+        """The keys of a client, if its address needs them."""
         if address is None or not address.startswith("tcp:"):
             return None
         from lmcache_core.client.address import CurveKeys
@@ -88,7 +88,7 @@ class ServerProcess:
         return CurveKeys.from_files(keys / "server.key", keys / "client.key_secret")
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads until now."""
+        """CPU seconds of all its threads so far."""
         return cpu_s(self.pid)
 
     def _command(self) -> list[str]:
@@ -97,7 +97,7 @@ class ServerProcess:
             "runtime_dir": str(self.runtime_dir),
             "state_dir": str(self.directory / "state"),
             "l1.size_bytes": str(self._size_bytes),
-            # No headroom is made in the background: what a full pool costs shows in the call that needs the room.
+            # No headroom is made in the background: the cost of a full pool shows in the call that needs the room.
             "l1.watermark": "1.0",
         }
         if self._zmq:
@@ -147,13 +147,13 @@ class ServerProcess:
 
 @contextmanager
 def temporary_directory() -> Iterator[str]:
-    """As the library's, with a short name: socket paths hold 108 bytes."""
+    """Like the standard library's, with a short name: socket paths hold 108 bytes."""
     with tempfile.TemporaryDirectory(prefix="lmc-", ignore_cleanup_errors=True) as path:
         yield path
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process: in nanoseconds where the kernel keeps them, else in ticks."""
+    """CPU seconds of all threads of a process: in nanoseconds if the kernel records them, else in ticks."""
     total_ns = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that has just ended
@@ -165,20 +165,20 @@ def cpu_s(pid: int) -> float:
 
 
 def _environment() -> dict[str, str]:
-    kept = {"LMCACHE_CORE_PLUGINS"}  # which distributions may be plugins is about this machine, not about this server
+    kept = {"LMCACHE_CORE_PLUGINS"}  # which distributions may be plugins depends on this machine, not on this server
     return {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_CORE_") or name in kept}
 
 
 def end_process(process: subprocess.Popen[bytes], number: int = signal.SIGTERM, *, session: bool = False) -> None:
-    """Send it a signal, kill it where it does not end by that, and close its pipes. `session`: all of the session that
-    it leads, so that what it started goes as well, also where the process itself has ended already."""
+    """Send it a signal, kill it if that does not end it, and close its pipes. `session`: signal the whole session that
+    it leads, which also ends its children, even if the process itself has ended."""
 
     def send(number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if session:
                 os.killpg(process.pid, number)
             else:
-                process.send_signal(number)  # nothing, where it has ended
+                process.send_signal(number)  # no effect if it has ended
 
     send(number)
     try:

@@ -1,4 +1,4 @@
-"""A TCP proxy that hangs, stalls or is away on demand: trouble for any medium that is spoken to over a network.
+"""A TCP proxy that hangs, stalls or goes away on demand: network trouble for any medium behind TCP.
 
 proxy = StallingProxy("127.0.0.1", 6379)
 settings = AcmeSettings(port=proxy.port)
@@ -19,21 +19,21 @@ from contextlib import contextmanager
 from enum import Enum
 
 PIECE_BYTES = 65536
-DRIP_S = 0.05  # between two bytes of an answer that stalls
+DRIP_S = 0.05  # between two bytes of a stalled answer
 TURN_S = 0.02
 
 
 class Way(Enum):
-    """What becomes of what passes."""
+    """What happens to the traffic."""
 
     PASSES = "passes"
-    HANGS = "hangs"  # requests are taken, answers are kept back
-    STALLS = "stalls"  # answers come byte by byte
-    AWAY = "away"  # connections end, and new ones are refused
+    HANGS = "hangs"  # requests are accepted, answers are held back
+    STALLS = "stalls"  # answers arrive byte by byte
+    AWAY = "away"  # connections are closed, and new ones are refused
 
 
 class _Flag:
-    """Whether something is so, to be waited for."""
+    """A flag that threads can wait for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +50,7 @@ class _Flag:
 
 
 class StallingProxy:
-    """Listens on `port` of 127.0.0.1 and passes everything on to `host` and `target_port`, as long as it is well."""
+    """Listens on `port` of 127.0.0.1 and, unless in trouble, forwards everything to `host` and `target_port`."""
 
     def __init__(self, host: str, target_port: int) -> None:
         self._target = host, target_port
@@ -66,19 +66,19 @@ class StallingProxy:
 
     @contextmanager
     def hang(self) -> Iterator[None]:
-        """Within it, requests are taken and nothing is answered."""
+        """While in this context, requests are accepted and nothing is answered."""
         with self._in(Way.HANGS):
             yield
 
     @contextmanager
     def stall(self) -> Iterator[None]:
-        """Within it, answers come a byte at a time: each wait is short, and the answer never ends."""
+        """While in this context, answers arrive a byte at a time: each wait is short, but the answer never ends."""
         with self._in(Way.STALLS):
             yield
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """Within it nothing listens, and what was connected is not any more."""
+        """While in this context, nothing listens, and existing connections are closed."""
         with self._in(Way.AWAY):
             self._listens.wait_for(False)
             self._hang_up()
@@ -143,7 +143,7 @@ class StallingProxy:
         link = near, far
         with self._lock:
             self._links.add(link)
-        if self._way is Way.AWAY:  # it was taken just before
+        if self._way is Way.AWAY:  # accepted just before the outage
             self._hang_up()
         try:
             self._pass_on(near, far)

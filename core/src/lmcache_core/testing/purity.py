@@ -1,6 +1,6 @@
-"""What a pure component has no business with: clocks, chance, files, sockets, locks; and hashes that differ elsewhere.
+"""What a pure component must not use: clocks, chance, files, sockets, locks, and hashes that differ between processes.
 
-Every call into C is seen while a component works, whoever makes it: also those of a library that it uses.
+Every call into C is observed while a component works, including those of libraries that it uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUTSIDE = {"posix": "the system", "io": "files", "_io": "files", "_socket": "th
 
 
 def impure_calls(call: Callable[[], Any]) -> list[str]:
-    """What `call` asked for in this thread, in words, each once. Call it before, so that imports are done."""
+    """What `call` used in this thread, in words, each once. Run it once before, so that imports are done."""
     found: dict[str, None] = {}
 
     def seen(frame: FrameType, event: str, function: Any) -> None:
@@ -33,7 +33,7 @@ def impure_calls(call: Callable[[], Any]) -> list[str]:
             found[words] = None
 
     before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # finalizers and callbacks of others would run in between
+    gc.disable()  # otherwise finalizers and callbacks of others would run in between
     sys.setprofile(seen)
     try:
         call()
@@ -45,14 +45,14 @@ def impure_calls(call: Callable[[], Any]) -> list[str]:
 
 
 def _reason(function: Any) -> str:
-    """Why it is not pure; nothing: it is."""
+    """Why a function is not pure; empty if it is."""
     name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
     module = getattr(function, "__module__", None) or getattr(owner, "__name__", "")
     if module == "time" and name in _CLOCKS:
         return f"a clock (time.{name})"
     if isinstance(owner, type) and issubclass(owner, date) and name in ("now", "utcnow", "today"):
         return f"a clock ({owner.__name__}.{name})"
-    if name == "urandom" or owner is random._inst:  # the one that all of a process share
+    if name == "urandom" or owner is random._inst:  # the generator that a process shares
         return f"chance that nobody seeded (random.{name})"
     if isinstance(owner, _LOCKS):
         return "a lock"
@@ -64,8 +64,8 @@ def _reason(function: Any) -> str:
 
 
 def salted(salt: int) -> Callable[[bytes], bytes]:
-    """Makes keys equal to those that they are made of, with other hashes: as in another process, where Python's own
-    `hash` differs, and with it the order of sets."""
+    """Makes keys that are equal to the originals but hash differently, as in another process, where Python's `hash` and
+    the order of sets differ."""
 
     class Key(bytes):
         __slots__ = ()
@@ -80,7 +80,7 @@ def salted(salt: int) -> Callable[[bytes], bytes]:
 
 
 def kept_bytes(first: Callable[[], Any], again: Callable[[], Any]) -> int:
-    """How much more memory of Python's is in use after `again` than after `first`."""
+    """How much more Python memory is in use after `again` than after `first`."""
     tracing = tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start(1)
@@ -95,7 +95,7 @@ def kept_bytes(first: Callable[[], Any], again: Callable[[], Any]) -> int:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most memory of Python's that was in use at once during `call`, beyond what was before."""
+    """The peak of Python memory during `call`, beyond what was in use before."""
     tracing = tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start(1)

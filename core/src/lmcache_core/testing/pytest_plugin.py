@@ -1,4 +1,4 @@
-"""Loaded by pytest if lmcache-core is installed: a fixture, the kit's options, and how its tests are run. Imports only
+"""Loaded by pytest if lmcache-core is installed: a fixture, the kit's options, and how its tests run. Imports only
 pytest until a contract is tested."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: Any) -> Any:
-    """An adapter that hangs may hang in its close, too."""
+    """An adapter that hangs may also hang in its close."""
     if not getattr(_contract(item), "_hung", None):
         return (yield)
     from lmcache_core.testing.watch import alarm

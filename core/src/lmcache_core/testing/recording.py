@@ -1,4 +1,4 @@
-"""Writes down what an adapter was asked and what it answered. Also for drills, by `wrap` in a tier's table."""
+"""Records an adapter's calls and answers. Also for drills, by `wrap` in a tier's table."""
 
 from lmcache_core.tiers.drills.recording import Recorded, RecordingAdapter
 

@@ -5,7 +5,7 @@
         def make_serde(self):
             return lambda: AcmeSerde(AcmeSettings())
 
-A lossy serde also says how near it comes: `assert_close(before, after, layout)`.
+A lossy serde must also say how close it comes: `assert_close(before, after, layout)`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from lmcache_core.tiers.object.format import object_kind, serde_key
 
 Make = Callable[[], Serde]
 THREADS = 8
-STOPS_MAX = 60  # lines of one call at which another runs
-GROWTH_MAX = 8  # times the object: an encoded form that is larger is no gain to anybody
+STOPS_MAX = 60  # lines of one call at which another call runs
+GROWTH_MAX = 8  # times the object: a larger encoded form is no use to anybody
 ROOM_BYTES = 1 << 20
 UNPACKED_BYTES = 8 << 20
 
 
 def _object_key(number: int, namespace: int = 7, epoch: int = 3, chain: Sequence[Serde] = ()) -> bytes:
-    """The key of an object as a chain gives it to its serdes."""
+    """The key of an object as a chain passes it to its serdes."""
     kind = object_kind(Layout("uint8", (1,)), CodecChain(chain))
     return serde_key(kind, material.key(number)[:32], namespace, epoch)
 
@@ -50,7 +50,7 @@ KEY = _object_key(1)
 
 
 def joined(buffers: Sequence[Buffer]) -> bytes:
-    """The encoded object, as it lies on a medium."""
+    """The encoded object as it is on a medium."""
     kind = type(buffers).__name__
     listed = isinstance(buffers, Sequence) and not isinstance(buffers, str | Buffer)
     assert listed, f"encode gave a {kind}, and has to give a list of buffers"
@@ -92,7 +92,7 @@ class SerdeContract(Contract):
         return make_serde()
 
     def assert_close(self, before: bytes, after: bytes, layout: Layout) -> None:
-        """Raise AssertionError where a lossy serde is further off than it promises."""
+        """Raise AssertionError if a lossy serde is further off than it promises."""
         pytest.fail(
             f"{type(self).__name__}: the serde is lossy, so say how near it comes: "
             "def assert_close(self, before, after, layout)",
@@ -100,7 +100,7 @@ class SerdeContract(Contract):
         )
 
     def contents(self, layout: Layout) -> list[bytes]:
-        """Objects of one layout: KV as it is, nothing but zeros, one value only."""
+        """Objects of one layout: realistic KV, all zeros, one repeated value."""
         one = material.sample(layout, 3)[: layout.itemsize]
         found = [material.sample(layout, 1), material.sample(layout, 2), bytes(layout.nbytes)]
         return [*found, one * (layout.nbytes // layout.itemsize)]
@@ -123,7 +123,7 @@ class SerdeContract(Contract):
         other = sorted(str(name) for name in {*again, *parameters} if again.get(name) != parameters.get(name))
         assert not other, f"two serdes of equal settings have other parameters: {', '.join(other)}"
         for layout in self.layouts:
-            object_kind(layout, CodecChain([serde]))  # they have to fit into an object's header
+            object_kind(layout, CodecChain([serde]))  # they must fit into an object's header
 
     def test_what_was_encoded_is_decoded(self, make_serde: Make) -> None:
         serde = make_serde()
@@ -144,7 +144,7 @@ class SerdeContract(Contract):
             assert after == content, f"{layout} of random bytes: {material.difference(after, content)}"
 
     def test_the_encoded_size_keeps_its_bound(self, serde: Serde, make_serde: Make) -> None:
-        """Asked of a fresh one: who decodes has not encoded."""
+        """A fresh serde is asked: the server that decodes has not encoded."""
         for layout in self.layouts:
             for content in (*self.contents(layout), material.content(5, layout.nbytes)):
                 nbytes = len(encoded(serde, content, layout))
@@ -156,7 +156,7 @@ class SerdeContract(Contract):
                 assert again >= 1, f"{layout}: encoded_layout has {again} bytes"
 
     def test_its_bound_follows_from_the_layout_alone(self, serde: Serde, make_serde: Make) -> None:
-        """Memory is allocated by it, for lengths that come from a medium."""
+        """Memory is allocated by it, for lengths read from a medium."""
         for layout in self.layouts:
             before = serde.encoded_bytes_max(layout.nbytes, layout)
             assert type(before) is int, (
@@ -173,7 +173,7 @@ class SerdeContract(Contract):
             assert after == [before] * 2, f"encoded_bytes_max said {before:,}, after some encodes {after[0]:,}"
 
     def test_its_parameters_stay_as_they_are(self, serde: Serde) -> None:
-        """An object is decoded by whoever has equal ones: what they say follows from the settings."""
+        """Any serde with equal parameters decodes an object, so the parameters must follow from the settings."""
         before = dict(serde.parameters())
         for layout in self.layouts:
             decoded(serde, encoded(serde, material.sample(layout, 1), layout), layout)
@@ -212,7 +212,7 @@ class SerdeContract(Contract):
                     right = after == content
                     assert right, f"{layout} was taken, and came back otherwise: {material.difference(after, content)}"
                 elif after != content:
-                    self.assert_close(content, after, layout)  # who cannot be near for a type refuses it
+                    self.assert_close(content, after, layout)  # a serde that cannot come close for a type refuses it
 
     # --- buffers --------------------------------------------------------------------------------------------
     def test_the_source_is_neither_changed_nor_kept(self, serde: Serde) -> None:
@@ -227,7 +227,8 @@ class SerdeContract(Contract):
         _assert_not_exported(source, "an object was encoded, and its encoded form has gone")
 
     def test_encoded_objects_stay_as_they_are_while_others_are_encoded(self, serde: Serde) -> None:
-        """A batch is encoded before it is sent: a serde that gives its own memory gives each object some of it."""
+        """A batch is encoded before it is sent: a serde that returns its own memory needs separate memory for each
+        object."""
         layout = self.layouts[0]
         contents = [material.sample(layout, seed) for seed in range(3)]
         expected = [decoded(serde, encoded(serde, content, layout), layout) for content in contents]
@@ -269,7 +270,7 @@ class SerdeContract(Contract):
         for buffer, name in ((packed, "encoded bytes"), (into, "target")):
             _assert_not_exported(buffer, f"an object was decoded: its {name}")
         packed[len(packed) // 2] ^= 0xFF
-        with suppress(CacheError):  # what it raises is another claim's
+        with suppress(CacheError):  # the exceptions are tested by another claim
             serde.decode(memoryview(packed), memoryview(into), layout, KEY)
         gc.collect()
         for buffer, name in ((packed, "encoded bytes"), (into, "target")):
@@ -311,7 +312,7 @@ class SerdeContract(Contract):
         _refused_or_decoded(serde, b"\xff" * size, layout, f"given {size:,} bytes of 255")
 
     def test_a_damaged_length_allocates_nothing(self, serde: Serde) -> None:
-        """Lengths in an object are input: held against the layout before memory is taken by them."""
+        """Lengths in an object are input: compare them with the layout before allocating."""
         layout = self.layouts[0]
         packed = encoded(serde, material.sample(layout, 1), layout)
         most = 4 * (layout.nbytes + len(packed)) + ROOM_BYTES
@@ -329,7 +330,7 @@ class SerdeContract(Contract):
             )
 
     def test_what_unpacks_to_more_than_its_object_is_refused_before_it_does(self, serde: Serde) -> None:
-        """A small object on the medium may be made to fill the memory of whoever loads it."""
+        """A small object on the medium could be crafted to fill the memory of the server that loads it."""
         like = self.layouts[0]
         small, large = (Layout(like.dtype, (nbytes // like.itemsize,)) for nbytes in (4096, UNPACKED_BYTES))
         try:
@@ -383,7 +384,7 @@ class SerdeContract(Contract):
         assert not faults, f"{len(faults)} times in {THREADS} threads, at first: {faults[0]}"
 
     def test_two_encodes_do_not_meet(self, serde: Serde) -> None:
-        """One stands at each of its lines while another runs from end to end: what they share is seen."""
+        """One call stops at each of its lines while another runs from end to end: shared state shows."""
         layout = self.layouts[0]
         one, other = (material.sample(layout, seed) for seed in (1, 2))
         expected = [decoded(serde, encoded(serde, content, layout), layout) for content in (one, other)]
@@ -439,7 +440,7 @@ def _stepped(serde: Serde, call: Callable[[], bytes], look: Callable[[], None]) 
 
 
 def _other_keys() -> list[bytes]:
-    """Keys that differ from KEY in one thing each: key, namespace, epoch, codec chain."""
+    """Keys that differ from KEY in one part: key, namespace, epoch, codec chain."""
     return [
         _object_key(2),
         _object_key(1, namespace=8),
@@ -449,7 +450,7 @@ def _other_keys() -> list[bytes]:
 
 
 class _Complement(Serde):
-    """Turns every bit over: a chain in the wrong order gives nonsense."""
+    """Inverts every bit: a chain in the wrong order gives nonsense."""
 
     name = "complement"
     lossless = True
@@ -483,7 +484,7 @@ def _refused_or_decoded(serde: Serde, packed: bytes, layout: Layout, done: str) 
     except DamagedObjectError:
         pass
     except MemoryError:
-        raise  # how much it takes is another claim's
+        raise  # memory use is tested by another claim
     except Exception as error:
         raise AssertionError(
             f"{done}: decode raised {raised(error)}, and a DamagedObjectError is due, or any object"

@@ -1,4 +1,4 @@
-"""How much the kit does."""
+"""How thorough the kit is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-QUICK_S = 1.0  # of processor time: a local medium needs a quarter of it, and does everything
+QUICK_S = 1.0  # of processor time: a local medium finishes in a quarter of it
 
 
 class Kit(NamedTuple):
-    """`--kit`, `--kit-seconds` and `--kit-seed`. Each speed does what `quick` does, and more."""
+    """`--kit`, `--kit-seconds` and `--kit-seed`. Each speed includes `quick`, and does more."""
 
     speed: str = "quick"
     seconds: float = 60.0
@@ -22,9 +22,8 @@ class Kit(NamedTuple):
 
 
 class Allowance:
-    """How long a test that does the same again and again may go on at the quick speed: so much processor time of this
-    process and its children, so that a busy machine tests no less, and a slow medium is no reason to wait. The other
-    speeds know no limit."""
+    """How long a repeating test may run at the quick speed. It counts processor time of this process and its children,
+    so that a busy machine tests no less and waiting for a slow medium is free. The other speeds have no limit."""
 
     def __init__(self, kit: Kit, seconds: float = QUICK_S) -> None:
         self._end_s = _used_s() + seconds if kit.quick else None
@@ -39,7 +38,7 @@ def _used_s() -> float:
 
 
 def spread(count: int) -> Iterator[int]:
-    """0 to `count` - 1, far from each other first: wherever one ends, all of the range was looked at."""
+    """0 to `count` - 1, far apart first: wherever the loop stops, the whole range was sampled."""
     step = 1 << max(0, count - 1).bit_length()
     if count:
         yield 0

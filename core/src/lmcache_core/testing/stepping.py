@@ -1,7 +1,7 @@
-"""A scheduler: one call of an adapter, stopped at each of its own lines, while another thread looks.
+"""A scheduler: one call of an adapter, stopped at each of its own lines while another thread looks.
 
-What two threads may do to each other between two lines happens in each run, not once in a million. Lines of libraries
-and of C are passed over in one step: what lies within them is not judged.
+Interleavings between two lines happen in each run, not once in a million. Lines of libraries and of C are passed in one
+step: races within them are not tested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmcache_core.tiers.contract import L2Adapter
 
 T = TypeVar("T")
 STOPS_MAX = 250
-LOOK_S = 0.3  # a look that takes longer waits for what the stopped call holds: it goes on beside it
+LOOK_S = 0.3  # a longer look waits for something that the stopped call holds: the call continues beside it
 _CORE = "lmcache_core"
 
 
@@ -29,12 +29,12 @@ _this_thread = _SteppedThread()
 
 
 def is_stepped() -> bool:
-    """Whether the calling thread is under a scheduler: then it does everything itself, one after the other."""
+    """Whether the calling thread is under a scheduler: then it runs everything itself, in sequence."""
     return _this_thread.stepped
 
 
 def own_modules(component: object, base: type = L2Adapter) -> frozenset[str]:
-    """The packages that a component's classes come from; the core's own are named module by module."""
+    """The packages that define a component's classes; the core's own are listed module by module."""
     found = set()
     for cls in type(component).__mro__:
         if cls is not base and issubclass(cls, base):
@@ -44,11 +44,12 @@ def own_modules(component: object, base: type = L2Adapter) -> frozenset[str]:
 
 
 class Stepped(Generic[T]):
-    """`call`, stopped at each line of `modules` until `look` has returned. `stops` counts how often it was stopped.
-    `only`: the one line, counted from 0 in the order in which they run, at which there is a look; None: all.
+    """`call`, stopped at each line of `modules` until `look` has returned. `stops` counts the stops. `only`: look at
+    this line only, counted from 0 in the order in which they run; None: at all lines.
 
-    A look that needs what the stopped call holds (a lock) goes on while the call does; until it is back there is no
-    other. What `look` raises ends the looking, and is raised by `run` once the call has ended."""
+    If a look needs something that the stopped call holds (a lock), the call continues, and there is no other look until
+    this one has returned. If a look raises, there are no more looks, and `run` raises the error once the call has
+    ended."""
 
     def __init__(
         self,
@@ -111,5 +112,5 @@ class Stepped(Generic[T]):
 def in_line(
     calls: Sequence[Callable[[], Any]], otherwise: Callable[[Sequence[Callable[[], Any]]], list[Any]]
 ) -> list[Any]:
-    """`AdapterContext.run_parallel` of the kit: in line under a scheduler, and in parallel without one."""
+    """The kit's `AdapterContext.run_parallel`: sequential under a scheduler, otherwise parallel."""
     return [call() for call in calls] if is_stepped() else otherwise(calls)

@@ -1,4 +1,4 @@
-"""The contract of event subscribers, as tests: alone with every event there is, and in a real server."""
+"""The contract of event subscribers, as tests: alone with every kind of event, and in a real server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
 _MANY = 1000
-_WAIT_S = 60.0  # a net: what is waited for comes within a second
+_WAIT_S = 60.0  # a safety net: normally within a second
 _KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 _SAMPLES: dict[Any, Any] = {
     int: 7,
@@ -63,7 +63,7 @@ def _hear(subscriber: EventSubscriber, events: list[CacheEvent], told: str) -> N
 
 class EventSubscriberContract(Contract):
     """For an event subscriber whose package is installed. `component` is its name, and the fixture
-    `subscriber_settings` gives what stands in its table (nothing, unless you bring one)."""
+    `subscriber_settings` gives the settings in its table (none by default)."""
 
     settle_s: ClassVar[float] = 5.0  # for a thread that was told to end
 
@@ -73,7 +73,7 @@ class EventSubscriberContract(Contract):
 
     @pytest.fixture
     def make_subscriber(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Callable[[], EventSubscriber]:
-        """A callable: one more, that no server uses."""
+        """A callable that makes another one, which no server uses."""
         from lmcache_core.plugins.loader import load_plugins
 
         registry, context = load_plugins(), SubscriberContext("kit", tmp_path / "state")
@@ -93,7 +93,7 @@ class EventSubscriberContract(Contract):
 
     @pytest.fixture
     def subscriber_server(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Iterator[Server]:
-        """A server with this subscriber and no other."""
+        """A server with only this subscriber."""
         from lmcache_core.plugins.loader import load_plugins
         from lmcache_core.server.server import Server
         from lmcache_core.settings.compose import make_settings
@@ -120,7 +120,7 @@ class EventSubscriberContract(Contract):
         _hear(subscriber, samples(), "one event of every kind in one batch")
 
     def test_it_takes_events_that_it_does_not_know(self, subscriber: EventSubscriber) -> None:
-        """A later version of the server may tell more."""
+        """A later version of the server may send more."""
 
         class Later(CacheEvent, tag="of_a_later_version", frozen=True):
             more: str
@@ -146,7 +146,7 @@ class EventSubscriberContract(Contract):
                 raise AssertionError(f"told of events and closed {time_}, its close raised {raised(error)}") from error
 
     def test_one_that_heard_nothing_can_be_closed(self, make_subscriber: Callable[[], EventSubscriber]) -> None:
-        """A server that ends at once, or was never used."""
+        """As in a server that ends at once, or was never used."""
         made = make_subscriber()
         try:
             made.close()
@@ -156,7 +156,7 @@ class EventSubscriberContract(Contract):
     def test_it_is_told_and_closed_by_other_threads_than_made_it(
         self, make_subscriber: Callable[[], EventSubscriber]
     ) -> None:
-        """One thread at a time, and not always the same."""
+        """One thread at a time, but not always the same one."""
         made = make_subscriber()
         for name, call in (("hear", lambda: made.hear(samples())), ("close", made.close)):
             try:
@@ -165,7 +165,7 @@ class EventSubscriberContract(Contract):
                 raise AssertionError(f"{name} in another thread than made it raised {raised(error)}") from error
 
     def test_a_thousand_events_take_no_seconds(self, subscriber: EventSubscriber) -> None:
-        """Who does not come back from a batch within 5 s is put aside, and told nothing more."""
+        """A subscriber that takes more than 5 s for a batch is removed, and gets no more events."""
         events = samples() * (_MANY // len(EVENTS) + 1)
         try:
             watched(lambda: subscriber.hear(events), SUBSCRIBER_HANG_S)
@@ -173,8 +173,8 @@ class EventSubscriberContract(Contract):
             raise AssertionError(f"told {len(events):,} events in one batch: {error}") from None
 
     def test_events_are_not_kept(self, subscriber: EventSubscriber) -> None:
-        """What it has counted, written or sent it forgets: a server tells millions a day. The latest thousands may be
-        kept."""
+        """A subscriber drops the events that it has counted, written or sent: a server sends millions a day. It may
+        keep the latest thousands."""
 
         made = samples()
 
@@ -184,7 +184,7 @@ class EventSubscriberContract(Contract):
 
         rounds = 5 * _MANY // len(EVENTS)
         before = logging.root.manager.disable
-        logging.disable()  # pytest keeps what is logged
+        logging.disable()  # pytest keeps log records
         try:
             grown = kept_bytes(lambda: hear(rounds), lambda: hear(2 * rounds))
         finally:

@@ -1,4 +1,4 @@
-"""How a test waits: for what it claims, with a limit that is a net and never a measure."""
+"""How a test waits for what it claims: the limit is a safety net, never a measurement."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 WAIT_S = 60.0
-"""What is awaited comes within milliseconds to seconds. A machine that does other things as well may take longer."""
+"""What a test waits for normally takes milliseconds to seconds. It may take longer on a busy machine."""
 
 _LOOK_S = 0.002
 _V = TypeVar("_V")
 
 
 def until(condition: Callable[[], _V], what: str | Callable[[], object] = "", wait_s: float = WAIT_S) -> _V:
-    """Ask again until the condition holds. Returns its value; raises `AssertionError` with `what` after `wait_s`."""
+    """Poll until the condition holds. Returns its value; raises `AssertionError` with `what` after `wait_s`."""
     deadline = time.monotonic() + wait_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what() if callable(what) else what or condition}"

@@ -1,7 +1,7 @@
-"""Calls that may not come back: how long they take, and where they are while they do not.
+"""Calls that may never return: a limit for how long they take, and where they are when they exceed it.
 
-Time is counted in short waits of the thread that watches. A machine, or a process, that stands still for a while takes
-those waits with it: nobody is late for that.
+Time is counted in short waits of the watching thread. If the machine or the process is suspended, so are those waits,
+and no call is late for that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 STEP_S = 0.02
-RING_S = 1.0  # rung again and again: what catches everything may catch an alarm
-LAST_S = 60.0  # after the alarm: a call in C that lets nothing through ends the process, with all stacks
+RING_S = 1.0  # repeated: code that catches everything may catch an alarm
+LAST_S = 60.0  # after the alarm: if a call in C ignores it, the process ends with all stacks printed
 _FRAMES_SHOWN = 4
 
 
 class NotBackError(AssertionError):
-    """A call is still under way. `where`: the innermost lines of its thread."""
+    """A call has not returned. `where`: the innermost lines of its thread."""
 
     def __init__(self, after_s: float, where: str) -> None:
         super().__init__(f"it had not come back after {after_s:.1f} s, and was in {where}")
@@ -33,7 +33,7 @@ class NotBackError(AssertionError):
 
 
 class Watched(Generic[T]):
-    """A call on a thread of its own. The thread is a daemon: one that never comes back is left behind."""
+    """A call on a thread of its own. The thread is a daemon: one that never returns is left behind."""
 
     def __init__(self, call: Callable[[], T], name: str = "kit-call") -> None:
         self._call = call
@@ -52,11 +52,11 @@ class Watched(Generic[T]):
             self._done.set()
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it came back."""
+        """Whether it has returned."""
         return any(self._done.wait(STEP_S) for _ in range(max(1, round(limit_s / STEP_S))))
 
     def answer(self, limit_s: float) -> T:
-        """What it returned, or raised. Raises `NotBackError`."""
+        """Returns or raises what the call did. Raises `NotBackError`."""
         if not self.wait(limit_s):
             raise NotBackError(limit_s, self.where())
         if self._error is not None:
@@ -64,12 +64,12 @@ class Watched(Generic[T]):
         return self._answer[0]
 
     def where(self) -> str:
-        """The innermost lines that it is in."""
+        """The innermost lines of its stack."""
         return _lines_of(sys._current_frames().get(self.thread.ident or 0))
 
 
 def watched(call: Callable[[], T], limit_s: float) -> T:
-    """The call's answer, if it comes within so many seconds. Raises `NotBackError`, and what the call raises."""
+    """The call's result, if it returns within `limit_s`. Raises `NotBackError`, and what the call raises."""
     return Watched(call).answer(limit_s)
 
 
@@ -81,13 +81,13 @@ def _lines_of(frame: FrameType | None) -> str:
 
 
 class _Rung(BaseException):
-    """Past every `except Exception` of who hangs."""
+    """Not caught by any `except Exception` of the hanging code."""
 
 
 @contextmanager
 def alarm(limit_s: float) -> Iterator[None]:
-    """What takes longer, in the main thread, is interrupted wherever it waits, and is a `NotBackError`. In another
-    thread nothing is bounded."""
+    """Interrupts the block with `NotBackError` after `limit_s`, wherever it waits. Only in the main thread; in others
+    there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,5 +109,5 @@ def alarm(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGALRM, handler)
-        if left_s:  # somebody else's, pytest-timeout's for one
+        if left_s:  # somebody else's, such as pytest-timeout's
             signal.setitimer(signal.ITIMER_REAL, max(0.001, left_s - (time.monotonic() - began_s)), every_s)

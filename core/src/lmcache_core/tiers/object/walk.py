@@ -32,7 +32,7 @@ from lmcache_core.tiers.retry import call_batch
 
 
 class WalkedObject(NamedTuple):
-    """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: it is not one of ours."""
+    """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: we cannot judge it."""
 
     entry: ScanEntry
     header: ObjectHeader | None = None

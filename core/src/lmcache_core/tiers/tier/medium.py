@@ -59,7 +59,7 @@ class Medium:
 
     def expire(self, now: float) -> None:
         """Report every call whose deadline has passed."""
-        for call in self.order.expire(now):  # first: lanes must see what these held back before they expire
+        for call in self.order.expire(now):  # # first: it submits held calls, which their lanes then expire too
             call.tell_late()
         for lane in self.lanes:
             for call in lane.expire(now):
