@@ -1,9 +1,8 @@
 """Page jobs: copies by threads of the extension, which advance whenever somebody asks for their progress.
 
 A client has no thread of its own (decision 0001), and no job has one that runs Python: its threads only copy. The calls
-that start a job, wait for it or look at it exchange messages with the server (decision 0018). The occupancy tracks
-every lease of a job and knows the job's threads, so they are found by whatever ends the client, its session or the
-server.
+that start a job, wait for it or poll it exchange messages with the server (decision 0018). The occupancy tracks every
+lease of a job and knows the job's threads, so whatever ends the client, its session or the server can find them.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from lmcache_core.tokens.namespace import Namespace
 
 log = logging.getLogger("lmcache_core.client")
 
-_WRITTEN = 16  # added to what a job says of an object: some of its pages were written to
+_WRITTEN = 16  # added to a job's result for an object: some of its pages were written to
 _LOOK_S = 0.0005
-_SLICE_S = 0.05  # a wait in C notices no interrupt
+_SLICE_S = 0.05  # a wait in C cannot be interrupted
 _Outcome = tuple[Status, Reason]
 
 
 @dataclass(frozen=True)
 class PagesResult:
-    """What became of each key, by entry and then by key, and of the pages.
+    """The outcome of each key, by entry and then by key, and of the pages.
 
     `untrusted`: for each entry the ids of pages that were, or may have been, written to and do not hold their keys'
     data: the object left the pool meanwhile, proved damaged, or the job was cancelled. Pages of hits are right, and all
@@ -79,7 +78,7 @@ class PagesResult:
 
 
 class GroupKeys(NamedTuple):
-    """Keys of one group. `traceparent`: the trace that their store belongs to."""
+    """Keys of one group. `traceparent`: the trace of their store."""
 
     namespace: Namespace
     keys: list[bytes]
@@ -111,7 +110,7 @@ class Frame:
         message: Callable[[int, int], m.Message],
     ) -> None:
         self.entry = entry
-        self.positions = positions  # of its keys among those of the entry
+        self.positions = positions  # of its keys within the entry
         self.keys = keys
         self.lease = make_lease()
         self.state = FrameState.WANTED
@@ -122,19 +121,19 @@ class Frame:
         self._link: Link | None = None
         self._binding: Pending | None = None
         self._pending: Pending | None = None
-        self._again = True  # whether it may register a namespace once more that the server has forgotten
+        self._again = True  # whether it may re-register a namespace that the server has forgotten
 
     def move(self, event: FrameEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = FRAME_TRANSITIONS[self.state, event]
 
     @property
     def heard(self) -> bool:
-        """It is known what became of each key, as far as anybody will say."""
+        """The outcome of each key is known, as far as it will ever be."""
         return self.state is FrameState.HEARD
 
     def get_on(self, patient: bool = False) -> bool:
-        """Send the request, or take the answer if it has come; returns whether it has. `patient`: wait for a link as
+        """Send the request, or take the answer if it has arrived; returns whether it has. `patient`: wait for a link as
         any call does."""
         if self.heard:
             return True
@@ -142,7 +141,7 @@ class Frame:
             if self.state is FrameState.WANTED:
                 if self._pending is None:
                     self._send(self._links.current() if patient else self._links.step())
-                if self._pending is not None:  # also after an interrupt that came before this line: it is sent already
+                if self._pending is not None:  # also after an interrupt before this line: it is already sent
                     self.move(FrameEvent.ASK if self._binding is None else FrameEvent.BIND)
             self._hear()
         except UnknownNamespaceError as error:
@@ -153,7 +152,7 @@ class Frame:
                 return True
             self.lease.leave()
             lease = self._make_lease()
-            # The state first: an interrupt behind it hears the same answer again, and comes here again.
+            # The state first: after a later interrupt this handles the same answer again.
             self.move(FrameEvent.REPEAT)
             self.lease, self._pending, self._binding, self._again = lease, None, None, False
         except CacheError as error:
@@ -192,14 +191,14 @@ class Frame:
         self.lease.refuse(error, len(self.keys))
 
     def cancel(self, outcome: _Outcome) -> None:
-        """Give up the answer: what it grants, if it comes, is given back."""
+        """Give up the answer: if it arrives, what it grants is returned."""
         if not self.heard:
             self.move(FrameEvent.CANCEL)
             self.lease.leave()
             self.lease.add_ungranted(*outcome, len(self.keys))
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has come, at most for that long."""
+        """Until something has arrived, at most for that long."""
         waits_for = self._binding if self.state is FrameState.BINDING else self._pending
         if self._link is None or waits_for is None:
             self._links.wait(timeout_s)
@@ -224,7 +223,7 @@ def _frames_of(
     message: Callable[[bytes, int], Callable[[int, int], m.Message]],
     promise: Promise | None = None,
 ) -> list[Frame]:
-    """`message`: makes it from the keys and the id of the promise that holds them, 0 for none."""
+    """`message`: builds one from the keys and the id of the promise that holds them (0: none)."""
     frames = []
     wanted = [entry.keys[at] for at in positions]
     for first, end, kept_by in frames_of(wanted, promise, size):
@@ -234,7 +233,7 @@ def _frames_of(
 
 
 class _Answer:
-    """The server's answer to the end of a lease, for positions whose outcome nothing else shows."""
+    """The server's answer to the end of a lease, for positions whose outcome cannot be known otherwise."""
 
     def __init__(self, frame: Frame, link: Link, pending: Pending, told: list[int], unproven: set[int]) -> None:
         self.frame = frame
@@ -244,7 +243,7 @@ class _Answer:
         self._unproven = unproven
 
     def hear(self) -> list[tuple[int, Status]] | None:
-        """(Position in the entry, status); None: it has not come."""
+        """(Position in the entry, status); None: it has not arrived."""
         try:
             reply = self.link.channel.poll(self.pending)
             if reply is None:
@@ -297,7 +296,8 @@ class PagesJob(ABC):
         self._until = None if deadline_s is None else time.monotonic() + deadline_s
 
     def __del__(self) -> None:
-        # An interrupt may come at any of these lines; the occupancy, which is told in C, stops what is left then.
+        # An interrupt may come at any of these lines; the occupancy, which learns of the threads in C, then stops the
+        # rest.
         for work in getattr(self, "_works", ()):
             work.ask_to_stop()
             self._occupancy.has_ended(work)
@@ -351,7 +351,7 @@ class PagesJob(ABC):
         """Cancel the job. When this returns, no thread reads or writes the pages any more; the result says what was
         done by then, and is `ABORTED` for the rest."""
         self._given_up = True
-        self._stop_works()  # and what another call is about to begin will not be begun
+        self._stop_works()  # and what another call is about to begin will not begin
         while not self.done():
             time.sleep(_LOOK_S)
 
@@ -365,14 +365,14 @@ class PagesJob(ABC):
         """Start copying these. Raises like `Occupancy.begin`."""
         ground = self._ground
         leases = [frame.lease for frame in frames if frame.lease.granted]
-        # What the threads are inside of, and the locks that say that we live: closed when they have left.
+        # The threads' resources, and our life locks: closed when the threads are done.
         keep = (ground.tables, self._event, [(lease.slots(0)[0], lease.holding.life_locks) for lease in leases])
         behind = () if self._event is None else (self._event.handle,)
         work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep, *behind)
         self._works.append(work)
         try:
             self._occupancy.begin(work, [lease.holding for lease in leases], self)
-            if self._given_up:  # looked at only now: whoever gives it up looks at `_works` after that
+            if self._given_up:  # checked only now: whoever gives the job up checks `_works` after that
                 work.stop()
             work.start(ground.threads, waits)
         except BaseException:
@@ -435,7 +435,7 @@ class PagesJob(ABC):
 
     @abstractmethod
     def _wait_a_while(self, timeout_s: float, region: int) -> None:
-        """Wait for whatever comes next."""
+        """Wait for the next event."""
 
     @abstractmethod
     def _end(self, status: Status, reason: Reason) -> None:
@@ -443,21 +443,21 @@ class PagesJob(ABC):
 
 
 class _LeasedRead:
-    """Objects that are read under leases: asked for at once, copied, and settled."""
+    """Objects that are read under leases: requested at once, copied, and settled."""
 
     def __init__(self, frames: list[Frame]) -> None:
         self.frames = frames
         self.work: Any = None
         self.parts: list[tuple[Frame, array[int]]] = []  # with the lease's positions
         self.state = LeasedReadState.ASKING
-        self.asked_again = False  # for what the session could not hold beside the rest
+        self.asked_again = False  # for what the session could not hold at the same time
 
     def move(self, event: LeasedReadEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = LEASED_READ_TRANSITIONS[self.state, event]
 
     def over_share(self) -> list[tuple[int, Sequence[int]]]:
-        """(Entry, positions) to request once what is being read here has been settled."""
+        """(Entry, positions) to request again once these reads are settled."""
         if self.asked_again:
             return []
         any_read = bool(self.parts)
@@ -465,12 +465,12 @@ class _LeasedRead:
         return [(frame.entry, [frame.positions[at] for at in some]) for frame, some in over if some]
 
     def blocking(self) -> Frame | None:
-        """The first that waits for an answer."""
+        """The first frame that waits for an answer."""
         return next((frame for frame in self.frames if not frame.heard), None)
 
 
 class RetrieveJob(PagesJob):
-    """From slots to pages: through the index if it has an object, otherwise under leases of the server."""
+    """From slots to pages: through the index if it has an object, otherwise under leases from the server."""
 
     _gather = False
 
@@ -551,7 +551,7 @@ class RetrieveJob(PagesJob):
     # --- on the way -----------------------------------------------------------------------------------------
 
     def done_region(self, region: int) -> bool:
-        """Whether all pages of this region that will be written have been. Regions are numbered through all groups in
+        """Whether all pages of this region that will be written have been. Regions are numbered across all groups in
         order. Objects that are verified are done as a whole. A key whose region is done may still fail in a later one;
         the result says so."""
         self._check_region(region)
@@ -565,7 +565,7 @@ class RetrieveJob(PagesJob):
         return self._result is not None
 
     def _under_way(self) -> list[Any]:
-        """What copies, or will; None for what has not begun yet."""
+        """What is copying or will copy; None for what has not begun yet."""
         indexed = [] if self._indexed is None else [self._indexed]
         to_come = [None for leased in self._leased if leased.over_share()]
         leased = [each.work for each in self._leased if each.work is not None or each.state is not LeasedReadState.OVER]
@@ -602,7 +602,7 @@ class RetrieveJob(PagesJob):
         return self._get_on()
 
     def _note_found(self) -> list[tuple[int, Sequence[int]]]:
-        """Record what became of the index's hits; returns what must be requested from the server instead."""
+        """Record the outcome of the index's hits; returns what must be requested from the server instead."""
         again: list[tuple[int, Sequence[int]]] = []
         for part, (number, positions) in enumerate(self._found):
             failed, read = [], []
@@ -629,14 +629,14 @@ class RetrieveJob(PagesJob):
         return again
 
     def _count(self, number: int, hits: int) -> None:
-        """Count these hits in this process's row, where the server finds them."""
+        """Count these hits in this process's row, where the server reads them."""
         link = self._ground.links.look()
         if link is not None and link.index is not None:
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
     def _redeem(self, entry: GroupKeys, read: Sequence[int], promise: Promise) -> None:
         """Redeem what was read through the index, without an answer. The promise may be a slice of one to another
-        session: what it holds for others stays held, and so does what was not read because the job was cancelled."""
+        session: what it holds for others stays held, and so does what a cancelled job did not read."""
         link = self._ground.links.look()
         keys = [entry.keys[at] for at in read]
         for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
@@ -650,7 +650,7 @@ class RetrieveJob(PagesJob):
                 if not all(heard):
                     return False
                 self._copy_leased(leased)
-            if leased.work is not None:  # also after an interrupt that came before this line: it copies already
+            if leased.work is not None:  # also after an interrupt before this line: it is already copying
                 leased.move(LeasedReadEvent.COPY)
         if leased.state is LeasedReadState.COPYING:
             if not _over(leased.work):
@@ -679,7 +679,7 @@ class RetrieveJob(PagesJob):
             addresses = array("Q", [mapping.address + offset for _, offset in chosen])
             parts.append((frame.entry, positions, addresses, lease.checksums_at(own)))
             copied.append((frame, own))
-        leased.parts = copied  # whole: an interrupt in what follows has all of this done again
+        leased.parts = copied  # all at once: after an interrupt below, all of this is repeated
         if parts:
             try:
                 leased.work = self._begin(parts, self._by_region, [frame for frame, _ in copied], self._waits)
@@ -710,7 +710,7 @@ class RetrieveJob(PagesJob):
             self._settle_frame(frame, damaged, set(read) - set(proven))
 
     def _settle_frame(self, frame: Frame, damaged: list[int], unproven: set[int]) -> None:
-        """Tell the server; its answer is awaited only if nothing else proves that the slots were ours all the time."""
+        """Tell the server; wait for its answer only if nothing else proves that we held the slots all the time."""
         lease = frame.lease
         left = [at for at in lease.granted if at not in damaged]
         link = lease.holding.link
@@ -777,12 +777,12 @@ def _redemption(number: int, space: int, keys: bytes, rid: int) -> m.Message:
 
 
 def _over(work: Any) -> bool:
-    """Whether none of its threads copies any more, because it is done or was stopped."""
+    """Whether none of its threads is copying any more, because it is done or was stopped."""
     return bool(work.wait(0.0)) or not work.running
 
 
 class StoreJob(PagesJob):
-    """From pages to slots. Everything is copied when this is made; the commits are pending."""
+    """From pages to slots. Everything is copied when this is built; the commits are pending."""
 
     _gather = True
 
@@ -826,7 +826,7 @@ class StoreJob(PagesJob):
             frame.get_on(patient=self._until is None)
 
     def _hear(self, deadline_s: float | None) -> None:
-        """Take all answers, or those that come in time."""
+        """Take all answers, or those that arrive in time."""
         del deadline_s
         for frame in self._frames:
             while not frame.get_on(patient=self._until is None):
@@ -836,7 +836,7 @@ class StoreJob(PagesJob):
                 else:
                     frame.wait(min(left, _SLICE_S))
             self._note_ungranted(frame)
-        self._until = None  # what is copied is stored, however long the server takes to confirm
+        self._until = None  # what is copied is stored, however long the confirmation takes
 
     def _copy(self) -> None:
         granted = [frame for frame in self._frames if frame.lease.granted]
@@ -856,7 +856,7 @@ class StoreJob(PagesJob):
             for frame in granted:
                 self._abort(frame, range(len(frame.positions)))
             return
-        work.stop()  # where a device has refused, other threads may be inside still
+        work.stop()  # if a device has refused, other threads may still be inside
         for part, frame in enumerate(granted):
             self._commit(frame, work.statuses(part), work.checksums(part))
         self._occupancy.has_ended(work)
@@ -865,7 +865,7 @@ class StoreJob(PagesJob):
         lease = frame.lease
         positions, link = lease.granted, lease.holding.link
         if link is None or len(positions) != len(statuses) or statuses.count(READ | _WRITTEN) != len(statuses):
-            self._abort(frame, range(len(frame.positions)))  # it was ended from elsewhere meanwhile
+            self._abort(frame, range(len(frame.positions)))  # its lease was ended elsewhere meanwhile
             return
         try:
             pending = lease.tell(m.CommitStore, positions, checksums)
@@ -889,7 +889,7 @@ class StoreJob(PagesJob):
         self._wait_for_answer(timeout_s)
 
     def _end(self, status: Status, reason: Reason) -> None:
-        """What was sent is stored anyway; nobody hears the answer."""
+        """What was sent is stored anyway; nobody reads the answer."""
         self._hear_answers()
         for answer in self._answers:
             for at in answer.frame.positions:

@@ -23,13 +23,13 @@ _DLPACK_CUDA = (2,)  # kDLCUDA
 
 @dataclass(frozen=True)
 class Region:
-    """Pages of `page_bytes` each, `page_stride` bytes apart, of which the first starts `offset` bytes after the start
-    of `buffer`.
+    """Pages of `page_bytes` each, `page_stride` bytes apart; the first starts `offset` bytes after the start of
+    `buffer`.
 
     `buffer`: a torch tensor (its storage counts, from its first element on, so it may be a strided view), anything with
     a contiguous buffer (numpy, bytearray, mmap, memoryview) or a contiguous `__cuda_array_interface__`, or anything
-    with DLPack. It is kept for as long as the region is. `device`: "cpu"; "pinned" for host memory that is registered
-    with CUDA, which is copied in the same way; "cuda" for memory of a GPU, whichever it lies on.
+    with DLPack. The region keeps it alive. `device`: "cpu"; "pinned" for host memory that is registered with CUDA,
+    which is copied in the same way; "cuda" for memory of any GPU.
     """
 
     buffer: Any
@@ -82,16 +82,16 @@ class Place(NamedTuple):
 
 
 class RegionTables(NamedTuple):
-    """Groups with their places, and how they share memory. `alias`: groups of the same number are known to share pages
-    of equal ids, and no others; `exact`: whether two pages of different groups share memory is seen by their places.
-    `device`: that all of it lies on; None: host memory."""
+    """Groups with their places, and how they share memory. `alias`: groups with the same number are known to share
+    exactly the pages of equal ids; `exact`: whether two pages of different groups share memory is determined by their
+    places. `device`: of all the memory; None: host memory."""
 
     groups: tuple[PageGroup, ...]
     places: tuple[tuple[Place, ...], ...]
     alias: tuple[int, ...]
     exact: tuple[bool, ...]
     device: Device | None
-    watched: tuple[tuple[str, Callable[[], object], object], ...]  # whose memory, and what says that it is the same
+    watched: tuple[tuple[str, Callable[[], object], object], ...]  # memory, and how to tell that it is unchanged
 
     @classmethod
     def of(cls, groups: Sequence[PageGroup]) -> RegionTables:
@@ -104,7 +104,7 @@ class RegionTables(NamedTuple):
         return cls(given, places, *_sharing(places), device, _watched(places, device is not None))
 
     def check_there(self) -> None:
-        """Raises `StaleRegionError` where memory was given back since."""
+        """Raises `StaleRegionError` if memory was freed since registration."""
         for name, look, seen in self.watched:
             if look() != seen:
                 raise StaleRegionError(
@@ -114,7 +114,7 @@ class RegionTables(NamedTuple):
 
     @property
     def first_regions(self) -> list[int]:
-        """The number of each group's first region among those of all groups."""
+        """The number of each group's first region among all groups' regions."""
         return [sum(len(group.regions) for group in self.groups[:number]) for number in range(len(self.groups))]
 
     def words(self) -> tuple[tuple[Any, ...], ...]:
@@ -215,13 +215,13 @@ def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
 
 
 def _tensor_memory(tensor: Any) -> tuple[int, int, bool, Any]:
-    """The storage is what keeps the memory, whatever becomes of the tensor."""
+    """The storage keeps the memory alive, whatever becomes of the tensor."""
     storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     return storage.data_ptr() + first, storage.nbytes() - first, False, storage
 
 
 def _device_memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
-    """The same of a GPU's."""
+    """The same for GPU memory."""
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "untyped_storage"):
         if not buffer.is_cuda:
             raise UsageError(f'{name}: device is "cuda", and the tensor is on {buffer.device}')
@@ -249,7 +249,7 @@ def _by_dlpack(name: str, buffer: Any, kinds: Sequence[int] = _DLPACK_HOST) -> A
             f"{name}: DLPack says that the memory is on device {int(device)}: give host memory, or say "
             'device="cuda" for memory of a GPU'
         )
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # whoever has such memory has one of them
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # the owner of such memory has imported one
     library = torch if kinds is _DLPACK_CUDA else torch or numpy
     if library is None:
         raise UsageError(
@@ -260,7 +260,7 @@ def _by_dlpack(name: str, buffer: Any, kinds: Sequence[int] = _DLPACK_HOST) -> A
 
 
 def _device_of(groups: Sequence[PageGroup], places: Sequence[Sequence[Place]]) -> Device | None:
-    """The one GPU that all regions lie on, if they do."""
+    """The GPU that all regions are on, or None for host memory."""
     found = {
         device_at(place.base) if region.device == "cuda" else None
         for group, own in zip(groups, places, strict=True)
@@ -272,7 +272,7 @@ def _device_of(groups: Sequence[PageGroup], places: Sequence[Sequence[Place]]) -
 
 
 def _watched(places: Sequence[Sequence[Place]], device: bool) -> tuple[tuple[str, Callable[[], object], object], ...]:
-    """Once for each piece of memory. What has a buffer cannot move while it is in use, and a storage of torch can."""
+    """Once for each piece of memory. A buffer cannot move while it is in use, but a torch storage can."""
     looks: dict[int, tuple[str, Callable[[], object]]] = {}
     for number, own in enumerate(places):
         for at, place in enumerate(own):
@@ -292,8 +292,8 @@ def _state_of(storage: Any, start: int, device: bool) -> object:
 
 
 def _differences(a: Place, b: Place) -> set[int] | None:
-    """The differences between ids of pages in `b` and of the pages in `a` that they share memory with; None: there are
-    too many different ones. Empty: nothing is shared."""
+    """The differences between ids of pages in `b` and of the pages in `a` that they share memory with; None: too many
+    different ones. Empty: nothing is shared."""
     if a.base >= b.end or b.base >= a.end:
         return set()
     if a.page_stride != b.page_stride:
@@ -332,8 +332,8 @@ def _near(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
 
 
 def _sharing(places: Sequence[Sequence[Place]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """See `RegionTables`. Groups that share pages with equal ids are put together, if that holds for any two of them;
-    all other sharing groups are compared by the places of their pages."""
+    """See `RegionTables`. Groups that share pages with equal ids form one alias, if that holds for any two of them; all
+    other sharing groups are compared by the places of their pages."""
     flat = [(number, place) for number, group in enumerate(places) for place in group]
     shared: dict[tuple[int, int], set[int] | None] = {}
     for left, right in _near([place for _, place in flat]):

@@ -1,7 +1,7 @@
-"""The event bus: a bounded queue of what happened on the loop, and one thread that calls the subscribers.
+"""The event bus: a bounded queue of events from the loop, and one thread that calls the subscribers.
 
-Nobody waits for anybody: a full bus drops what comes, keeps what it has, and counts; a subscriber that raises, or does
-not come back, is put aside, and the others go on. One that has raised and may recover is tried again after a pause.
+Nobody waits for anybody. A full bus drops new events, keeps the queued ones, and counts the loss. A subscriber that
+raises or hangs is put aside, and the others continue; one that raised and may recover is tried again after a pause.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class _Heard:
     def __init__(self, subscriber: EventSubscriber) -> None:
         self.subscriber = subscriber
         self.events = 0
-        self.missed = 0  # events that it was not told while it was put aside,
-        self.untold = 0  # and those of them that it does not know to have missed
-        self.aside = ""  # why it hears nothing
-        self.again_at_s = math.inf  # when it is tried again, of the monotonic clock
+        self.missed = 0  # events that it missed while it was put aside,
+        self.untold = 0  # and how many of those it has not been told about
+        self.aside = ""  # why it was put aside; empty if it was not
+        self.again_at_s = math.inf  # when it is tried again, on the monotonic clock
         self._pause_s = SUBSCRIBER_RETRY_S
 
     @property
@@ -59,7 +59,7 @@ class _Heard:
 
     def miss(self, events: Sequence[CacheEvent]) -> None:
         self.missed += len(events)
-        # What a full bus has dropped, nobody tells it of either.
+        # Events dropped by a full bus are missed by subscribers that were put aside, too.
         self.untold += sum(event.events if isinstance(event, EventsMissed) else 1 for event in events)
 
     def put_aside(self, why: str, *, may_recover: bool) -> None:
@@ -83,12 +83,12 @@ class EventBus:
         batch_s: float = EVENT_BATCH_S,
         now: Any = time.time,
     ) -> None:
-        """`queue_size`: what may wait, in things that happened; one of them may be about a thousand objects, and there
-        is a limit on these, too. `batch_s`: how long to wait for more before subscribers are told."""
+        """`queue_size`: how many calls of `emit` may wait; one may be about a thousand objects, and the objects are
+        limited too. `batch_s`: how long to wait for more before subscribers are called."""
         self.queue_size = queue_size
         self.emitted = 0
         self.dropped = 0
-        self._untold = 0  # of these, what subscribers have not been told of
+        self._untold = 0  # of these, the number not yet reported to subscribers
         self._batch_s = batch_s
         self._now = now
         self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
@@ -98,18 +98,18 @@ class EventBus:
         self._awake = False
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # a batch for each subscriber still without it
+        self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # for subscribers without the current batch
         self._lock = threading.Lock()  # guards the next two, briefly
-        self._busy: tuple[str, float] | None = None  # who is being called, and since when
-        self._turn = 0  # threads that were abandoned with a subscriber have another number
+        self._busy: tuple[str, float] | None = None  # the subscriber being called, and since when
+        self._turn = 0  # changes when a thread is abandoned with its subscriber
         self._thread = self._start()
 
     # --- the loop's side ------------------------------------------------------------------------------------
 
     def emit(self, make: Maker, *arguments: Any, keeps: int = 0, **more: Any) -> None:
-        """Queue what happened: `make(at_s, *arguments, **more)` will make its events. Never waits and builds nothing.
-        The arguments must not change afterwards. `keeps`: how many objects it keeps in memory until it is delivered; no
-        event has a field of that name."""
+        """Queue an occurrence: `make(at_s, *arguments, **more)` will build its events later. Never waits and builds
+        nothing. The arguments must not change afterwards. `keeps`: how many objects it keeps in memory until it is
+        delivered; no event has a field of that name."""
         waiting = self._objects_in - self._objects_out
         if len(self._queue) >= self.queue_size or (waiting and waiting + keeps > EVENT_BUS_OBJECTS_MAX):
             self.dropped += 1
@@ -193,7 +193,7 @@ class EventBus:
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
 
     def _take(self) -> bool:
-        """Make the next batch, to be delivered to every subscriber; it may be empty. False: nothing waits."""
+        """Build the next batch for every subscriber; it may be empty. False: nothing waits."""
         if not self._queue:
             return False
         batch: list[CacheEvent] = []
@@ -237,7 +237,7 @@ class EventBus:
         return True
 
     def _begins(self, turn: int, name: str) -> bool:
-        """This thread is about to call a subscriber. False: the bus was closed, and has not waited."""
+        """This thread is about to call a subscriber. False: the bus was closed, and no longer waits for it."""
         with self._lock:
             if self._turn == turn:
                 self._busy = (name, time.monotonic())

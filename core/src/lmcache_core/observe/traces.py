@@ -1,8 +1,8 @@
 """Recordings of a server's requests: compact, bounded, and without anything that reveals a prompt.
 
-A recording is a directory of files. Each begins with a magic and a header, followed by MessagePack records with their
-length in front, so a kill loses only the record being written. Keys and namespaces are stored as keyed hashes; the hash
-key is made for the recording, kept in memory, and never written.
+A recording is a directory of files. Each begins with a magic and a header, followed by length-prefixed MessagePack
+records, so a kill loses only the record being written. Keys and namespaces are stored as keyed hashes; the hash key is
+generated for the recording, kept in memory, and never written.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lmcache_core.settings.model import RecordSettings
 
 MAGIC = b"LMCTRACE1\n"
 SUFFIX = ".lmctrace"
-ID_BYTES = 8  # of a key's 32
+ID_BYTES = 8  # of the 32 bytes of a key
 LOOKUP, STORE, RETRIEVE, CLEAR = "lookup", "store", "retrieve", "clear"
 
 
 class Operation(msgspec.Struct, array_like=True, frozen=True):
-    """One operation. `keys`: ids of 8 bytes each; `hits`: for a lookup or a retrieve, how many were hits; for a store,
-    how many were granted."""
+    """One operation. `keys`: ids of 8 bytes each; `hits`: the number of hits of a lookup or a retrieve, or of slots
+    granted to a store."""
 
     at_us: int  # since the recording began
     took_us: int
@@ -75,7 +75,7 @@ class OperationServed(CacheEvent, tag="operation", frozen=True):
 
 
 class TraceRecorder(EventSubscriber):
-    """Writes a recording. Raises `UsageError` for a directory that has one already, and what the file system raises. A
+    """Writes a recording. Raises `UsageError` if the directory already has one, and what the file system raises. A
     batch is written whole or, on a full disk, not at all."""
 
     may_recover = True
@@ -106,7 +106,7 @@ class TraceRecorder(EventSubscriber):
         append_whole(self._file, b"".join(parts))
         self.operations += len(parts) // 2
         if self._file.tell() >= self._settings.file_bytes:
-            self.close()  # the next one begins with what comes next: should it fail, that is missed, and this is not
+            self.close()  # close this file first: if opening the next one fails, only that one is missing
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,8 +1,8 @@
 """The lifeline: Unix SEQPACKET sockets in a private runtime directory.
 
-It passes the pool's descriptor, carries the calls, and is the first to notice an end. Traps that this code avoids: an
-empty packet reads like an end of file (the epoll mask tells them apart); a receive with room for descriptors would
-accept hostile ones (there is none here); paths over 108 bytes fail (we bind through the directory's descriptor).
+It passes the pool's descriptor, carries the calls, and is the first to notice that a peer has ended. Traps avoided
+here: an empty packet reads like an end of file (the epoll mask tells them apart); a receive with room for descriptors
+would accept hostile ones (ours has none); paths over 108 bytes fail (we bind through the directory's descriptor).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LifelinePeer(Peer):
         self._on_frame = on_frame
         self._on_end = on_end
         self.waiting: deque[tuple[bytes, int]] = deque()
-        self._buffer = loop.buffer  # one byte more than a frame may have: a larger packet fills it
+        self._buffer = loop.buffer  # one byte more than the largest frame: a larger packet fills it
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.pid, self.uid, self._gid = struct.unpack("iII", credentials)
         self.origin = f"uid {self.uid}"
@@ -64,7 +64,7 @@ class LifelinePeer(Peer):
     def gids(self) -> set[int]:
         """The groups of the peer, including supplementary ones."""
         more = b""
-        with contextlib.suppress(OSError):  # it has more of them than we can read
+        with contextlib.suppress(OSError):  # the peer has more groups than we can read
             more = self._sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_SEEN_MAX)
         return {self._gid, *struct.unpack(f"{len(more) // 4}I", more)}
 
@@ -152,8 +152,8 @@ class LifelinePeer(Peer):
 
 
 class LifelineListener:
-    """The listening socket `DIRECTORY/lifeline`. The caller holds the directory's lock: a leftover is replaced.
-    Connections wait in its backlog until `serve`."""
+    """The listening socket `DIRECTORY/lifeline`. The caller holds the directory's lock, so a leftover is replaced.
+    Connections wait in the backlog until `serve`."""
 
     def __init__(self, directory: Path, loop: Loop, access: Access, gids: Sequence[int]) -> None:
         self.path = directory / SOCKET_NAME
@@ -174,12 +174,12 @@ class LifelineListener:
         forget_in_child(self)
 
     def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
-        """Pass every connection to `on_accept`, in turns of the loop. Call this once."""
+        """Pass every connection to `on_accept`, on the loop. Call this once."""
         self._loop.add(self._sock.fileno(), select.EPOLLIN, lambda mask: self._accept(on_accept))
         self._serves = True
 
     def after_fork_in_child(self) -> None:
-        """Close it: a socket that listens on in the child would let clients wait for a dead server."""
+        """Close it: if the child kept listening, clients would wait for a dead server."""
         self._sock.close()
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
@@ -195,8 +195,8 @@ class LifelineListener:
         on_accept(sock)
 
     def _turn_away(self) -> None:
-        """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. The
-        spare one accepts it and hangs up; the client comes again."""
+        """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. Free the
+        spare descriptor, accept with it and hang up; the client tries again."""
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class LifelineListener:
         if self._serves:
             self._loop.remove(self._sock.fileno())
         self._sock.close()
-        fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close the number again
+        fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close this number again
         if fd >= 0:
             os.close(fd)
         with contextlib.suppress(FileNotFoundError):
@@ -217,7 +217,7 @@ class LifelineListener:
 
 
 def _spare_fd() -> int:
-    """A descriptor to give up when there are no others; -1 if another thread took the last one."""
+    """A descriptor to release when there are no others; -1 if another thread took the last one."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

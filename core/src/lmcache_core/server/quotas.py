@@ -1,8 +1,8 @@
-"""Quotas of tenants: from the settings, changed at run time, and passed to the pool and every tier.
+"""Quotas of tenants: read from the settings, changed at run time, and passed to the pool and every tier.
 
-Changes at run time are saved in the state directory and override the settings for that tenant. A change is saved first
-and applied then: a server that dies in between applies it when it restarts. Objects are evicted accordingly in bounded
-steps, in the kernel and on the tiers.
+Changes at run time are saved in the state directory and override the settings for that tenant. A change is saved before
+it is applied: a server that dies in between applies it when it restarts. Objects are then evicted in bounded steps, in
+the kernel and on the tiers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lmcache_core.settings.model import TenantQuota
 from lmcache_core.tiers.tier.tier import Tier
 
 log = logging.getLogger(__name__)
-POOL = "l1"  # the pool's name beside the tiers
+POOL = "l1"  # the pool's name, next to the tiers' names
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _U64 = 1 << 64
 
@@ -61,7 +61,7 @@ class Quotas:
         housekeeping: Alarm,
         settled: Mapping[str, TenantQuota],
     ) -> None:
-        """`housekeeping`: when to evict what is over a quota. `settled`: the tenants of the settings."""
+        """`housekeeping`: schedules the eviction of what is over a quota. `settled`: the tenants of the settings."""
         self._path = path
         self._kernel = kernel
         self._l1 = l1
@@ -78,12 +78,12 @@ class Quotas:
                     name,
                 )
         self._tenants = {**self._settled, **self._kept}
-        self._told: set[tuple[str, str]] = set()  # which stores have a tenant of this name by us
+        self._told: set[tuple[str, str]] = set()  # (store, tenant): the stores that we told about a tenant
         self._check_conflicts(POOL, kernel.tenant_of)
         self._tell_l1(self._tenants)
 
     def check(self) -> None:
-        """Once the tiers exist: raises `SettingsError` for invalid settings."""
+        """Call once the tiers exist: raises `SettingsError` for invalid settings."""
         for name, kept in self._settled.items():
             if name in self._kept:
                 continue
@@ -100,7 +100,7 @@ class Quotas:
     # --- requests -----------------------------------------------------------------------------------------
 
     def describe(self, session: Session, request: m.QuotasRequest) -> m.QuotasReply:
-        """As many tenants as fit into one frame: what they use of each store, and their quotas."""
+        """As many tenants as fit into one frame: their use of each store, and their quotas."""
         rows = self._described()[max(0, request.first) :]
         nbytes = 0
         for at, row in enumerate(rows):
@@ -120,7 +120,7 @@ class Quotas:
             kept = self._tenants.get(name)
             stores = used.get(name, {})
             for store, figures in ({} if kept is None else kept.stores).items():
-                stores.setdefault(store, {"used_bytes": None, **msgspec.to_builtins(figures)})  # no such tier now
+                stores.setdefault(store, {"used_bytes": None, **msgspec.to_builtins(figures)})  # a tier that is gone now
             namespaces = [] if kept is None else [f"{each:016x}" for each in kept.namespaces]
             tenants.append({"tenant": name, "namespaces": namespaces, "stores": stores})
         return tenants
@@ -144,7 +144,7 @@ class Quotas:
         return m.Done(request.rid)
 
     def remove(self, session: Session, request: m.RemoveQuota) -> m.Message:
-        """Release its namespaces; none of their objects is evicted for that. A tenant of the settings is back, with the
+        """Release its namespaces; none of their objects is evicted for that. A tenant of the settings returns, with the
         quotas given there, when the server restarts."""
         _check_may(session)
         if request.tenant not in self._tenants:
@@ -184,7 +184,7 @@ class Quotas:
 
     def _conflict(self, store: str, tenant_of: Callable[[int], str], tenant: str, kept: _Kept) -> str:
         """A namespace that the settings of the store's own policy (`isolated`) give to another tenant; "" for none.
-        Namespaces of tenants that have their figures there by us were compared already."""
+        Namespaces of tenants that we told the store about were compared already."""
         for namespace in kept.namespaces if store in kept.stores else ():
             owner = tenant_of(namespace)
             ours = owner in self._tenants and store in self._tenants[owner].stores
@@ -201,7 +201,7 @@ class Quotas:
                 raise UsageError(conflict)
 
     def _owners(self) -> Iterable[tuple[str, Callable[[int], str]]]:
-        """Whose a namespace is in each store that can have tenants."""
+        """The owner of a namespace in each store that can have tenants."""
         yield POOL, self._kernel.tenant_of
         tiering = self._l1.tiering
         for tier in () if tiering is None else tiering.tiers:
@@ -209,7 +209,7 @@ class Quotas:
                 yield tier.name, tier.accounting.tenancy.tenant_of
 
     def _check_conflicts(self, store: str, tenant_of: Callable[[int], str]) -> None:
-        """Before this store is told of its tenants. What was set at run time takes precedence over any settings. Raises
+        """Before this store gets its tenants. What was set at run time takes precedence over any settings. Raises
         `SettingsError` for a tenant of the settings."""
         for name, kept in self._tenants.items():
             conflict = self._conflict(store, tenant_of, name, kept)
@@ -287,7 +287,7 @@ class Quotas:
     def _tell_l1_of(self, name: str, kept: _Kept | None) -> None:
         """A tenant without a quota in a store counts as one of the others there."""
         if kept is None or POOL not in kept.stores:
-            if (POOL, name) in self._told:  # another of this name may be in the settings
+            if (POOL, name) in self._told:  # the settings may have another tenant of this name
                 self._told.discard((POOL, name))
                 self._kernel.remove_tenant(name, self._l1.clock.now)
         else:
@@ -302,7 +302,8 @@ class Quotas:
             tiering.tenants_changed()
 
     def tell_tier(self, tier: Tier) -> None:
-        """Of all tenants, before it is used. Raises `SettingsError` if its policy gives a namespace to another one."""
+        """Tell a tier about all tenants before it is used. Raises `SettingsError` if its policy gives a namespace to
+        another one."""
         if tier.accounting.tenancy is not None:
             self._check_conflicts(tier.name, tier.accounting.tenancy.tenant_of)
         for name in self._tenants:

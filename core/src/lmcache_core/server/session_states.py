@@ -1,14 +1,13 @@
 """The states of a session, and the one table that says how it moves between them.
 
 The table feeds the code (`Session.move` looks every step up in it), the diagram in the docs and the test machine.
-Three rules stand behind it:
+Three rules are behind it:
 
 - End of file is not death. A client that has proved that it maps the pool may touch its bytes until its death is
-  proven; a session whose connection ended waits as LOST.
+  proven; a session whose connection ended stays LOST until then.
 - A row of the worker table goes only to a client that has asked for the pool, and slots only to one that has proved
   that it maps it.
-- Every session ends once, and there is no way back: a client that returns opens a new session, which takes over what it
-  declares.
+- Every session ends once and for all: a client that returns opens a new session, which takes over what it declares.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from lmcache_core.transitions import Transitions
 
 
 class SessionState(IntEnum):
-    """What the far end may do, and what its end means."""
+    """What the peer may do, and what its end means."""
 
-    CONNECTED = 0  # accepted, and has said nothing: a deadline runs
-    OPEN = 1  # has said hello: may look up, ask and register namespaces
+    CONNECTED = 0  # accepted, and has sent nothing: a deadline runs
+    OPEN = 1  # has sent hello: may look up, ask and register namespaces
     SEATED = 2  # has a row of the worker table: may prove that it maps the pool
     ATTACHED = 3  # has proved it: may get slots
     LOST = 4  # the connection ended, but it may still hold something, and its death is not proven
@@ -38,7 +37,7 @@ class SessionEvent(IntEnum):
     HANG_UP = 3  # the connection ended
     GOODBYE = 4  # everything that it held is settled
     DIE = 5  # its pidfd fired, or its life lock is free
-    RETURN = 6  # the same client instance has another session now, which took over what it declared
+    RETURN = 6  # the same client instance has a new session, which took over what it declared
     DROP = 7  # ended by the server: silent too long, or to make room, while holding nothing
     SHUT = 8  # the server itself stops
 

@@ -27,7 +27,7 @@ class _StoredWait:
 
 
 class StoredWaits:
-    """Lives on the loop's thread. A wait holds nothing but its answer, and its place among those that wait."""
+    """Lives on the loop's thread. A wait holds only its answer, and a place in the limit on waits."""
 
     def __init__(self, l1: L1, explains: Explains, share: Share) -> None:
         self._l1 = l1
@@ -35,11 +35,11 @@ class StoredWaits:
         self._share = share
         self._waits: dict[_StoredWait, None] = {}
         self._by_session: Counter[int] = Counter()
-        self._moves = 0  # of the tiering, at the last look at the waits …
-        self._look_at_s = 0.0  # … and when to look although nothing has moved, for example because a scan has ended
+        self._moves = 0  # the tiering's counter at the last check …
+        self._look_at_s = 0.0  # … and when to check even if it has not changed, for example because a scan has ended
 
     def __len__(self) -> int:
-        """Calls that wait."""
+        """The number of waiting calls."""
         return len(self._waits)
 
     def wait(self, session: Session, request: m.WaitStored) -> m.Message | None:
@@ -64,7 +64,7 @@ class StoredWaits:
         return None
 
     def cancel(self, session: Session, rid: int) -> int:
-        """Nobody wants the answer to this request id of the session any more: it comes at once. Returns how many there
+        """The session no longer wants the answer to this request id: answer at once. Returns how many waits there
         were."""
         mine = [wait for wait in self._waits if wait.session is session and wait.rid == rid]
         for wait in mine:
@@ -72,12 +72,12 @@ class StoredWaits:
         return len(mine)
 
     def session_ended(self, session: Session) -> None:
-        """Nobody waits there any more."""
+        """Drop the waits of this session."""
         for wait in [wait for wait in self._waits if wait.session is session]:
             self._leave(wait)
 
     def step(self) -> None:
-        """Answer those that have nothing left to wait for. Checking one that still waits costs a microsecond."""
+        """Answer the waits that are over. Checking one that is not takes a microsecond."""
         tiering, now = self._l1.tiering, self._l1.clock.now
         if tiering is None or not self._waits:
             return
@@ -89,7 +89,7 @@ class StoredWaits:
 
     @property
     def next_at_s(self) -> float | None:
-        """When `step` has something to do even if nothing else happens."""
+        """When `step` has work even if nothing else happens."""
         if not self._waits:
             return None
         return min(self._look_at_s, min(wait.reply_at_s for wait in self._waits))
@@ -100,7 +100,7 @@ class StoredWaits:
         self._share.free(wait.session.origin)
 
     def _answer(self, wait: _StoredWait) -> None:
-        """Nothing where nobody waits for it any more: an answer that its session did not read has ended that."""
+        """Does nothing if the wait is gone: its session may have ended because it did not read an earlier answer."""
         if wait not in self._waits:
             return
         self._leave(wait)
