@@ -1,8 +1,8 @@
 """The kernel: who may read and write which bytes of the pool. A pure state machine.
 
-One thread calls it; it does no I/O and reads no clock: `now` (seconds, monotonic) is an argument, and what must
-happen outside is appended to `effects`. The caller takes the effects after every call, also after one that
-raised, and applies them before it replies.
+One thread calls it. It does no I/O and reads no clock: `now` (monotonic seconds) is an argument, and what must happen
+outside is appended to `effects`. The caller takes the effects after every call, even one that raised, and applies them
+before it replies.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from lmcache_core.kernel.writing import Writing, check_batch
 class Kernel:
     """Objects, leases, slots. Columns of answers are positional with the keys or positions of the call.
 
-    No call costs more than its own batch and one bounded step; `prepare_store` and `clear` are many calls in one.
+    No call costs more than its own batch and one bounded step; `prepare_store` and `clear` combine many calls.
     """
 
-    call_objects_max: ClassVar[int | None] = None  # set by tests, which fail on what then stands in `long_calls`: the
-    long_calls: ClassVar[list[int]] = []  # objects that a call has touched where these were more
+    call_objects_max: ClassVar[int | None] = None  # set by tests: longer calls are noted in `long_calls`
+    long_calls: ClassVar[list[int]] = []  # objects touched by each call that touched more
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Kernel:
         epoch: int,
         make_policy: Callable[[], EvictionPolicy] | None = None,
     ) -> None:
-        """`epoch`: 24 bits that no earlier server of this pool had; lease ids start with it. `make_policy`: for
-        tenants, each of which gets one."""
+        """`epoch`: 24 bits that no earlier server of this pool used; lease ids start with it. `make_policy` makes a
+        policy for each tenant."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
         self.epoch = epoch
@@ -65,7 +65,7 @@ class Kernel:
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
-        self.effects = self._residents.effects  # what is to be done, oldest first; always this list: every turn looks
+        self.effects = self._residents.effects  # the same list for ever, oldest effect first: every turn looks at it
         self._residents.shield.yields = not config.keeps_dirty
         self._residents.tenancy.make = make_policy
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)
@@ -89,21 +89,21 @@ class Kernel:
 
     @property
     def residents(self) -> Residents:
-        """What is in the pool, and in what order it goes. To look at: it changes by the methods here alone."""
+        """What is in the pool, and in what order it is evicted. Read-only: only the methods here change it."""
         return self._residents
 
     @property
     def allocator(self) -> Allocator:
-        """Which slab is whose. To look at, as `residents`."""
+        """Which slab belongs to which class. Read-only, like `residents`."""
         return self._allocator
 
     @property
     def leases(self) -> LeaseBook:
-        """Those that are open, and those that were settled lately. To look at, as `residents`."""
+        """Open leases, and those that were settled lately. Read-only, like `residents`."""
         return self._leases
 
     def take_effects(self) -> list[Effect]:
-        """The effects so far; the kernel forgets them."""
+        """Return the effects so far; the kernel forgets them."""
         if self.call_objects_max is not None:
             self._judge_call()
         self._residents.flush_slabs()
@@ -114,44 +114,44 @@ class Kernel:
     # --- memory, layouts, sessions --------------------------------------------------------------------------
 
     def add_memory(self, nbytes_total: int) -> None:
-        """The first `nbytes_total` bytes of the slab area are populated now."""
+        """The first `nbytes_total` bytes of the slab area are now populated."""
         self._allocator.populate(nbytes_total)
 
     def register_layout(self, layout_id: int, nbytes: int) -> None:
-        """Objects of `layout_id` have `nbytes` bytes. Repeating it is no error; changing it is a `UsageError`."""
+        """Objects of `layout_id` have `nbytes` bytes. Repeating it is fine; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
 
     def remove_layout(self, layout_id: int) -> None:
-        """The id may be registered anew, for objects of another size. The caller has seen that it is not in use: by
-        `uses_layout`, and by whoever may still ask for slots of it."""
+        """Free the id, so that it may be registered for objects of another size. The caller has checked that it is not
+        in use: with `uses_layout`, and with everyone who may still ask for slots of it."""
         self._writing.remove_layout(layout_id)
 
     def uses_layout(self, layout_id: int) -> bool:
-        """Whether an object of it is in a slot: written, loaded, ready, or held by a lease after its end."""
+        """Whether any slot holds an object of it: written, loaded, ready, or held by a lease after its end."""
         return self._residents.objects_by_layout.get(layout_id, 0) > 0
 
     def layout_of(self, namespace: int) -> int | None:
-        """The layout of the namespace's objects; None where it has none. No adopted object is made for it."""
+        """The layout of the namespace's objects; None if it has none. Makes no adopted object."""
         item = next(iter(self._residents.table.of(namespace)), None)
         return self.adoption.layout_of(namespace) if item is None else item.layout_id
 
     def open_session(self, session_id: int, uid: int, row: int = NO_ROW, *, holder: str = "") -> None:
         """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes. `holder`:
-        whom the ledger counts its session with; by default its uid."""
+        the holder that the ledger counts its session with; by default its uid."""
         self._sessions.open(session_id, uid, row, holder or f"uid {uid}")
 
     def attach_session(self, session_id: int, row: int) -> None:
-        """The session has shown that it maps the pool: it may be given slots."""
+        """The session has proved that it maps the pool: it may now get slots."""
         session = self._sessions.get(session_id)
         session.attached = True
         session.row = row
 
     def holds(self, session_id: int) -> bool:
-        """Whether the session has a lease of any kind, or a slot in quarantine. An unknown one holds nothing."""
+        """Whether the session has a lease of any kind, or a slot in quarantine. False for an unknown session."""
         return self._sessions.holds(session_id)
 
     def begin_drain(self) -> None:
-        """The end is near: from here on no key is granted a slot, so that what is owed to tiers comes to an end."""
+        """The server is shutting down: grant no more slots, so that the work for tiers can finish."""
         self._writing.draining = True
         self._rooms.hurry()
 
@@ -169,7 +169,7 @@ class Kernel:
         loading: bool = False,
         ttl_s: float | None = None,
     ) -> Grants:
-        """`begin_store` and all its steps in one call, which costs what it evicts: for callers who block nobody."""
+        """`begin_store` and all its steps in one call. It costs what it evicts: only for callers who block nobody."""
         answer = self.begin_store(
             session_id,
             namespace,
@@ -203,14 +203,14 @@ class Kernel:
         ttl_s: float | None = None,
         wait_s: float = 0.0,
     ) -> Grants | Preparation:
-        """Slots for the keys that are not there, in part if need be, evicting what the policy names.
+        """Reserve slots for the keys that are not there, perhaps only for some, and evict what the policy names.
 
-        `lease_id` adds a page to that lease: its positions continue, its deadline is renewed. `loading`: a lane
-        fills them from a tier. The lease of a page that granted nothing has nothing to settle.
+        `lease_id` adds a page to that lease: its positions continue, its deadline is renewed. `loading`: a lane fills
+        the slots from a tier. A page that was granted nothing leaves nothing to settle.
 
-        Where more has to go than one step may evict, the answer is a `Preparation`: it is done after some more `step`s,
-        at `now + wait_s` and at the lease's deadline (`ttl_s`) at the latest. With `wait_s` 0 the keys that there is no
-        room for now are FULL.
+        If more must be evicted than one step may evict, the answer is a `Preparation`. It is done after some more
+        `step`s, and no later than `now + wait_s` or the lease's deadline (`ttl_s`). With `wait_s` 0, keys without room
+        now are FULL.
         """
         self._expire_due(now, session_id)
         self.adoption.touch(namespace, keys)
@@ -222,13 +222,13 @@ class Kernel:
         return answer
 
     def cancel_store(self, preparation: Preparation) -> None:
-        """Nobody waits for it any more. One that is done is not changed."""
+        """Nobody waits for it any more. A finished one is not changed."""
         self._rooms.cancel(preparation)
         self._releases.step()
 
     def step(self, now: float, session_id: int = SERVER_SESSION) -> None:
-        """One bounded step of what was begun: grants that wait for room, what leases have settled, and what tenants
-        are to give. To be called while `working`."""
+        """Do one bounded step of the work under way: grants that wait for room, what leases have settled, and what
+        tenants must give up. Call it while `working`."""
         self._expire_due(now, session_id)
         self._rooms.step(now)
         self._releases.step()
@@ -242,7 +242,7 @@ class Kernel:
 
     @property
     def preparing(self) -> int:
-        """Grants that wait for room."""
+        """Number of grants that wait for room."""
         return len(self._rooms.waiting)
 
     def grant_more(
@@ -256,11 +256,11 @@ class Kernel:
         *,
         wait_s: float = 0.0,
     ) -> Preparation | None:
-        """Try again for what was answered FULL in a page that nobody was told of yet; `grants` says the new answers.
+        """Try again for the FULL keys of a page that nobody was told of yet; `grants` gets the new answers.
 
-        Where more has to go than one step may evict, and `wait_s` is given, the answer is a `Preparation` as that of
-        `begin_store`: what it is granted is for `take_more`. Raises `LeaseExpiredError` once the lease is no more: the
-        page has what it had.
+        If more must be evicted than one step may evict, and `wait_s` is given, the answer is a `Preparation` like that
+        of `begin_store`; pass what it is granted to `take_more`. Raises `LeaseExpiredError` once the lease is gone; the
+        page keeps what it had.
         """
         self._expire_due(now, session_id)
         self.adoption.touch(namespace, keys)
@@ -271,8 +271,8 @@ class Kernel:
         return more
 
     def take_more(self, session_id: int, namespace: int, grants: Grants, more: Grants, now: float) -> None:
-        """The page whose FULL keys were granted `more` has that in their own positions, under its own lease. Raises
-        `LeaseExpiredError` as `grant_more` does; the lease of `more` is to be aborted then."""
+        """Give the page whose FULL keys were granted `more` those slots, at their own positions and under its own
+        lease. Raises `LeaseExpiredError` as `grant_more` does; then abort the lease of `more`."""
         self._expire_due(now, session_id)
         self._writing.take_more(self._sessions.attached(session_id), namespace, grants, more, now)
 
@@ -286,11 +286,11 @@ class Kernel:
         retain: bool = True,
         checksums: Sequence[int | None] | None = None,
     ) -> bytearray:
-        """Make positions (None: all of the lease) visible; the `Settled` of each position asked for.
+        """Make positions (None: the whole lease) visible. Returns the `Settled` of each position asked for.
 
-        The caller has written every byte of them; `checksums`, positional, are the xxh3_64 of these bytes, as far as
-        they are known. Without `retain` they go with their first reader. A lease that
-        has expired raises `LeaseExpiredError`, nothing becomes visible, and the slots are free.
+        The caller has written every byte of them. `checksums`, positional, are the xxh3_64 of these bytes where known.
+        Without `retain` they are dropped after their first reader. A lease that has expired raises `LeaseExpiredError`:
+        nothing becomes visible, and the slots are free.
         """
         self._expire_due(now)
         return self._writing.commit(self._sessions.get(session_id), lease_id, positions, retain, checksums)
@@ -304,9 +304,9 @@ class Kernel:
         *,
         reason: Reason = Reason.NONE,
     ) -> bytearray:
-        """Give positions (None: all) back; the caller writes to them no more. Also answers an expired lease.
+        """Give positions (None: all) back; the caller no longer writes to them. Also answers for an expired lease.
 
-        `reason` is what later lookups of these keys are told.
+        Later lookups of these keys are told `reason`.
         """
         self._expire_due(now)
         return self._writing.abort(self._sessions.get(session_id), lease_id, positions, reason)
@@ -328,11 +328,11 @@ class Kernel:
         verify: bool = False,
         identify: bool = False,
     ) -> Grants:
-        """Pin what is ready of the keys. `prefix`: only up to the first that is not; nothing is held behind it.
+        """Pin the ready ones of the keys. `prefix`: only up to the first that is not ready; nothing behind it is held.
 
-        `promise_id` redeems a promise for these keys; one that is gone changes nothing but its count.
-        `layout_id` (0: any): objects of another layout are a MISS. `verify`: say their checksums, too; `identify`:
-        which incarnations they are.
+        `promise_id` redeems a promise for these keys; a promise that is gone is only counted. `layout_id` (0: any):
+        objects of another layout are a MISS. `verify`: also return their checksums. `identify`: also return their
+        incarnations.
         """
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
@@ -344,7 +344,8 @@ class Kernel:
     def finish_read(
         self, session_id: int, lease_id: int, now: float, positions: Sequence[int] | None = None
     ) -> bytearray:
-        """Unpin positions (None: all); the `Settled` of each position asked for. Also answers an expired lease."""
+        """Unpin positions (None: all). Returns the `Settled` of each position asked for. Also answers for an expired
+        lease."""
         self._expire_due(now)
         return self._reading.finish(self._sessions.get(session_id), lease_id, positions)
 
@@ -359,58 +360,59 @@ class Kernel:
         prefix: bool = False,
         identify: bool = False,
     ) -> KernelLookup:
-        """What is ready. `hold`: a promise keeps what was found until it is redeemed, freed, or too old.
-        `identify`: say which incarnations were found."""
+        """Find what is ready. `hold`: a promise keeps it until the promise is redeemed, freed, or too old. `identify`:
+        say which incarnations were found."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix, identify)
 
     def ready(self, namespace: int, wanted: Sequence[Named]) -> list[Incarnation | None]:
-        """For each (key, generation) the incarnation that it names, None where that one is not ready. No use of it."""
+        """The incarnation that each (key, generation) names; None if it is not ready. Does not count as use."""
         return self._residents.standing_as(namespace, wanted)
 
     # --- what tiers hold, and say, of incarnations --------------------------------------------------------------
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
-        """How many of these incarnations come before the first that is ready. No adopted object is made for it."""
+        """How many of these incarnations come before the first ready one. Makes no adopted object."""
         return self._reading.leading_gone(namespace, wanted)
 
     def hold_incarnations(
         self, namespace: int, wanted: Sequence[Named], now: float
     ) -> tuple[int, list[Incarnation | None]]:
-        """A read lease of the server's own on these very incarnations: its id, and what each position holds, None
-        where it is gone, also where its key has a successor. It is no use of them."""
+        """Take a read lease for the server on exactly these incarnations. Returns its id, and what each position holds:
+        None if that incarnation is gone, even if its key has a successor. Does not count as use."""
         self._expire_due(now)
         return self._reading.hold_incarnations(self._sessions.get(SERVER_SESSION), namespace, wanted, now)
 
     def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
-        """These incarnations are on their way to tiers: they go last, or (`keeps_dirty`) not at all, until `unshield`.
-        One that is gone is no error."""
+        """These incarnations are on their way to tiers: until `unshield` they are evicted last, or (`keeps_dirty`) not
+        at all. Incarnations that are gone are ignored."""
         found = self._residents.standing_as(namespace, wanted)
         self._residents.shield.cover([item for item in found if item is not None])
 
     def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
-        """Nothing more will be done for these: they are as all others again."""
+        """These need no more work for tiers: they are evicted like all others again."""
         if self.shielded:
             found = self._residents.standing_as(namespace, wanted)
             self._residents.shield.uncover([item for item in found if item is not None])
 
     def unshield_some(self, objects_max: int) -> int:
-        """As `unshield`, for the oldest; how many."""
+        """As `unshield`, for the oldest. Returns how many."""
         return self._residents.shield.uncover_some(objects_max)
 
     @property
     def shielded(self) -> int:
-        """Objects on their way to tiers."""
+        """Number of objects on their way to tiers."""
         return len(self._residents.shield)
 
     @property
     def unshielded(self) -> int:
-        """How many have ceased to be so: while it stays the same, a store that was refused is refused again."""
+        """Running count of objects unshielded. While it stays the same, a refused store would be refused again."""
         return self._residents.shield.uncovered
 
     def drop_incarnations(self, namespace: int, wanted: Sequence[Named], now: float, reason: Reason) -> int:
-        """As `drop`, for these very incarnations: a successor under the same key stays. How many were there."""
+        """As `drop`, for exactly these incarnations: a successor under the same key stays. Returns how many were
+        there."""
         self._expire_due(now)
         keys = [key for key, _ in wanted]
         check_keys(keys)
@@ -420,35 +422,36 @@ class Kernel:
         return len(found)
 
     def kept(self, namespace: int, keys: Sequence[bytes]) -> list[Incarnation]:
-        """What is ready of these keys, less what goes with its first reader. No use of it."""
+        """The ready ones of these keys, without those that are dropped after their first reader. Does not count as
+        use."""
         table = self._residents.table.of(namespace)
         found = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
         return [item for item in found if item.state is State.READY and not item.temporary]
 
     def report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
-        """End a read lease's hold on these positions and delete the objects that they hold: their bytes are not
-        what was stored. The `Settled` of each."""
+        """End a read lease's hold on these positions and delete their objects: their bytes are not what was stored.
+        Returns the `Settled` of each."""
         self._expire_due(now)
         return self._reading.report_damaged(self._sessions.get(session_id), lease_id, positions)
 
     def settle_verified(
         self, sound: Sequence[Incarnation], damaged: Sequence[Incarnation], now: float
     ) -> tuple[list[Incarnation], list[Incarnation]]:
-        """The bytes of adopted objects were compared with their checksums: nobody need do that again for the sound
-        ones, and the damaged ones are deleted. Both again, without what has left the pool by now: whoever looked may
-        have seen another's bytes."""
+        """The bytes of adopted objects were compared with their checksums: nobody has to check the sound ones again,
+        and the damaged ones are deleted. Returns both lists without objects that have left the pool meanwhile: the
+        bytes that were checked may have been another object's."""
         self._expire_due(now)
         sound = [item for item in sound if item.state is State.READY]
         damaged = [item for item in damaged if item.state is State.READY]
         for item in sound:
-            item.__class__ = Incarnation  # of the same fields
+            item.__class__ = Incarnation  # both classes have the same fields
         self._drop(damaged, Reason.DAMAGED)
         return sound, damaged
 
     def explain(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], now: float
     ) -> Explanation:
-        """Where the keys are, or how they were lost, as far as that is remembered."""
+        """Where the keys are, or how they were lost, if that is remembered."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         self._sessions.get(session_id)
@@ -456,14 +459,14 @@ class Kernel:
         return explain(self._residents, namespace, layout_id, keys)
 
     def free_lookup_locks(self, session_id: int, promise_ids: Sequence[int], now: float) -> int:
-        """End the session's promises; how many were still open."""
+        """End the session's promises. Returns how many were still open."""
         self._expire_due(now)
         freed = self._reading.free_promises(self._sessions.get(session_id), promise_ids)
         self._releases.step()
         return freed
 
     def redeem_promise(self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float) -> int:
-        """These keys of a promise were read without a lease, by whoever: of how many it kept something."""
+        """These keys of a promise were read without a lease. Returns for how many of them it kept something."""
         self._expire_due(now)
         redeemed = self._reading.redeem(promise_id, namespace, keys)
         self._releases.step()
@@ -472,8 +475,8 @@ class Kernel:
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, *, prefix: bool = False
     ) -> float | None:
-        """A promise of a lookup of these keys keeps what has come of them since, too; its new deadline. None: it is no
-        more, and nothing is kept."""
+        """Extend the promise of a lookup of these keys to those that have arrived since. Returns its new deadline.
+        None: it is gone, and nothing is kept."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         return self._reading.promise_more(promise_id, namespace, keys, now, prefix)
@@ -485,10 +488,10 @@ class Kernel:
         self._releases.step()
 
     def used(self, keys: Sequence[tuple[int, bytes]], now: float) -> int:
-        """Workers have read these, (namespace, key), without a call; how many are still there.
+        """Workers have read these, (namespace, key), without a call. Returns how many are still there.
 
-        In the order of use, as the policy takes it: the end of a prompt before its beginning. Temporary ones go
-        with this reader, unless somebody holds them.
+        In the order of use, as the policy takes it: the end of a prompt before its beginning. Temporary objects are
+        dropped after this reader, unless somebody holds them.
         """
         self._expire_due(now)
         if self._residents.untouched is not None:
@@ -499,7 +502,7 @@ class Kernel:
     # --- any lease ------------------------------------------------------------------------------------------
 
     def renew_lease(self, session_id: int, lease_id: int, now: float) -> float:
-        """Start the lease's time anew; its deadline. An expired one raises `LeaseExpiredError`."""
+        """Restart the lease's time. Returns its deadline. An expired lease raises `LeaseExpiredError`."""
         self._expire_due(now)
         lease = self._leases.find(self._sessions.get(session_id), lease_id, None)
         if lease.expired or not lease.pending:
@@ -509,14 +512,14 @@ class Kernel:
         return lease.deadline
 
     def lease_status(self, session_id: int, lease_id: int, now: float) -> LeaseStatus:
-        """What became of each position so far; also of a lease that was settled a while ago."""
+        """The outcome of each position so far; also for a lease that was settled a while ago."""
         self._expire_due(now)
         return self._leases.find(self._sessions.get(session_id), lease_id, None).status()
 
     # --- pins, clear, drop ----------------------------------------------------------------------------------
 
     def pin(self, session_id: int, namespace: int, keys: Sequence[bytes], ttl_s: float, now: float) -> bytearray:
-        """Keep ready objects from eviction for `ttl_s`: GRANTED, MISS or QUOTA. The pin is the server's."""
+        """Keep ready objects from eviction for `ttl_s`: GRANTED, MISS or QUOTA. The pin belongs to the server."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         session = self._sessions.get(session_id)
@@ -526,7 +529,7 @@ class Kernel:
         return self._pins.pin(namespace, keys, now + ttl_s, session.accounts[Sort.PINNED])
 
     def unpin(self, session_id: int, namespace: int, keys: Sequence[bytes], now: float) -> bytearray:
-        """End pins: GRANTED where there was one, else MISS."""
+        """End pins: GRANTED if there was one, else MISS."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         self._sessions.get(session_id)
@@ -534,17 +537,17 @@ class Kernel:
         return self._pins.unpin(namespace, keys)
 
     def clear(self, now: float, namespace: int | None = None) -> ClearedCount:
-        """`begin_clear` and all its steps in one call, which costs what it removes: for callers who block nobody."""
+        """`begin_clear` and all its steps in one call. It costs what it removes: only for callers who block nobody."""
         clearing = self.begin_clear(now, namespace)
         while not clearing.done:
             self.free_cleared(now)
         return clearing.cleared
 
     def begin_clear(self, now: float, namespace: int | None = None, *, session_id: int = SERVER_SESSION) -> Clearing:
-        """Empty a namespace, or all: nothing of it is found from now on, and what is being written will not appear.
-        `free_cleared` frees the slots, a step at a time, with an effect for each; held ones follow with the last
-        hold, and slots that are written to with their writer's answer. The answer is whole once it is `done`; no clear
-        is done before those that began before it."""
+        """Empty a namespace, or all: nothing in it is found from now on, and what is being written will not appear.
+        `free_cleared` frees the slots in steps, with an effect for each. Held slots are freed with the last hold, and
+        slots that are being written with their writer's answer. The count is complete once it is `done`; clears are
+        done in the order in which they began."""
         self._expire_due(now)
         clearing = self._fence.begin(namespace, now, session_id)
         self._rooms.clear(namespace)
@@ -552,17 +555,17 @@ class Kernel:
         return clearing
 
     def free_cleared(self, now: float, objects_max: int = STEP_OBJECTS) -> int:
-        """One bounded step of the clears under way; how many objects it freed or doomed."""
+        """Do one bounded step of the clears under way. Returns how many objects it freed or doomed."""
         self._expire_due(now)
         return self._fence.step(objects_max)
 
     @property
     def clearing(self) -> bool:
-        """Whether a clear has something left to free."""
+        """Whether a clear still has something to free."""
         return bool(self._residents.clearings)
 
     def drop(self, namespace: int, keys: Sequence[bytes], now: float, reason: Reason) -> None:
-        """Delete those of the keys that are ready; slots that are held follow with the last hold."""
+        """Delete the ready ones of the keys. Held slots are freed with the last hold."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         check_keys(keys)
@@ -577,15 +580,15 @@ class Kernel:
     # --- the end of sessions --------------------------------------------------------------------------------
 
     def end_session(self, session_id: int, now: float, lease_ids: Sequence[int] | None = None) -> None:
-        """Settle what the session holds, as it says itself: its promises, and these leases (None: all). Its grants that
-        wait for room are cancelled. The session stays open. As every end, it is settled by the return; what the leases
-        held follows in steps."""
+        """Settle what the session holds, at its own request: its promises, and these leases (None: all). Its grants
+        that wait for room are cancelled. The session stays open. As with every end, the leases are settled on return;
+        what they held is released in steps."""
         self._expire_due(now)
         self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED, lease_ids)
         self._releases.step()
 
     def session_closed(self, session_id: int, now: float) -> None:
-        """An orderly goodbye: it has answered for everything. An unknown session is no error."""
+        """An orderly goodbye: the session has answered for everything. An unknown session is no error."""
         self._expire_due(now)
         self._endings.end(session_id, Reason.ABORTED)
         self._releases.step()
@@ -597,37 +600,37 @@ class Kernel:
         self._releases.step()
 
     def session_lost(self, session_id: int, now: float) -> None:
-        """Its connection ended and nothing is proven: leases go on to their deadlines, write slots then wait in
-        quarantine, pins stay, until `session_dead` or `reclaim`."""
+        """Its connection ended, but its death is not proven. Its leases run to their deadlines, then its write slots
+        wait in quarantine, and its pins stay, until `session_dead` or `reclaim`."""
         self._expire_due(now)
         self._endings.lost(session_id)
         self._releases.step()
 
     def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int], now: float) -> list[int]:
-        """The same client instance is back: these leases of its old session move to the new one, all others are
-        settled, for it has said that it does not hold them. The ids that moved, also of settled leases."""
+        """The same client instance is back. These leases of its old session move to the new one; all others are
+        settled, because the client does not claim to hold them. Returns the ids that moved, also of settled leases."""
         self._expire_due(now)
         moved = self._endings.reclaim(old_session_id, new_session_id, lease_ids)
         self._releases.step()
         return moved
 
     def leave_row(self, row: int) -> None:
-        """No session has this row of the worker table any more; what was reclaimed may name it for some steps still.
-        The effect `RowLeft` says when another may have it."""
+        """No session has this row of the worker table any more; reclaimed slots may still name it for some steps. The
+        effect `RowLeft` says when the row may be reused."""
         self._releases.row_left(row)
         self._releases.step()
 
     def keep_promises(self, old_session_id: int, new_session_id: int, now: float) -> None:
-        """The same client instance is back: what it was promised in its old session it has in the new one, for as long
-        as it was promised."""
+        """The same client instance is back: the promises of its old session move to the new one, and keep their
+        deadlines."""
         self._expire_due(now)
         self._endings.keep_promises(old_session_id, new_session_id)
 
     # --- time and room --------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """End what is due, a bounded number at a time. Every other call does so too, so a late timer changes nothing
-        that anyone sees."""
+        """End what is due, a bounded number at a time. Every other call does so too, so a late timer has no visible
+        effect."""
         self._residents.reasons.now = now
         for lease in self._leases.due(now, STEP_OBJECTS):
             if lease.kind is LeaseKind.WRITE:
@@ -639,35 +642,35 @@ class Kernel:
         self._releases.step()
 
     def next_deadline(self) -> float | None:
-        """When `expire` may have something to do; perhaps too early, never too late."""
+        """When `expire` may have something to do. It may be too early, never too late."""
         leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
         if leases is None or (pins is not None and pins < leases):
             return pins
         return leases
 
     def trim(self, now: float) -> int:
-        """One bounded step towards headroom; the objects it evicted. Call again while it is not 0."""
+        """Do one bounded step towards headroom. Returns how many objects it evicted. Call again until it is 0."""
         self._expire_due(now)
         self._residents.tenancy.look()
         return self._trimmer.step()
 
     def set_tenant(self, name: str, namespaces: frozenset[int], quota: Quota, now: float) -> None:
-        """A tenant with these namespaces, of which no other has any. New figures hold for the next store; what is there
-        changes hands, and goes where it is beyond the limit, in `step`s."""
+        """Set a tenant with these namespaces, which no other tenant has. New figures hold from the next store on.
+        Objects change owner, and those beyond the limit are evicted, in `step`s."""
         self._expire_due(now)
         self._residents.tenancy.change(name, namespaces, quota, self._allocator.pool_bytes)
 
     def remove_tenant(self, name: str, now: float) -> None:
-        """Its namespaces are everybody's again. An unknown name is no error."""
+        """Its namespaces belong to no tenant again. An unknown name is no error."""
         self._expire_due(now)
         self._residents.tenancy.remove(name)
 
     def tenant_of(self, namespace: int) -> str:
-        """The name of the tenant that has a namespace; empty: no tenant lists it."""
+        """The name of the tenant that has the namespace; empty if no tenant lists it."""
         return self._residents.tenancy.tenant_of(namespace)
 
     def may_evict(self, layout_id: int, keys: int) -> bool:
-        """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""
+        """Whether so many new objects of a layout might need an eviction. Costs next to nothing."""
         return self._writing.may_evict(layout_id, keys)
 
     @property
@@ -680,7 +683,7 @@ class Kernel:
         return self._writing.room_for(layout_id, self._trimmer.above_bytes)
 
     def _expire_due(self, now: float, session_id: int = SERVER_SESSION) -> None:
-        """What every call begins with. `session_id`: who is to be named for what this call pushes out."""
+        """Every call begins with this. `session_id`: the session to name for what this call pushes out."""
         if self.call_objects_max is not None:
             self._judge_call()
         reasons = self._residents.reasons
@@ -698,7 +701,7 @@ class Kernel:
         self._touched_before = touched
 
     def take_touched(self) -> int:
-        """Objects and keys looked at or changed since this was asked last: what a turn of the loop has cost."""
+        """Objects and keys looked at or changed since the last time this was asked: the cost of a turn of the loop."""
         residents = self._residents
         touched, residents.touched, self._touched_before = residents.touched, 0, 0
         return touched

@@ -1,7 +1,7 @@
-"""Leases: numbered, dated permissions, and the book they stand in.
+"""Leases: numbered permissions with a deadline, and the book of them.
 
-A lease's id is its fencing token: boot epoch and counter, never used twice. Positions count through all pages of
-a lease. The book knows open leases, remembers settled ones for a while, and knows which deadline is next.
+A lease's id is its fencing token: boot epoch and counter, never used twice. Positions count through all pages of a
+lease. The book has the open leases, remembers settled ones for a while, and knows the next deadline.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lmcache_core.kernel.sessions import KernelSession
 from lmcache_core.kernel.states import State
 
 COUNTER_BITS = 40  # a million leases a second for twelve days, below 24 bits of boot epoch
-STALE_DEADLINES_KEPT = 64  # a heap this small is not worth sifting
-REMEMBERED_BYTES_MAX = 16 << 20  # answers of settled leases: one byte a position
+STALE_DEADLINES_KEPT = 64  # a heap this small is not worth cleaning
+REMEMBERED_BYTES_MAX = 16 << 20  # answers of settled leases: one byte per position
 
 _OPEN, _NOT_HELD = int(Settled.OPEN), int(Settled.NOT_HELD)
 
@@ -54,11 +54,11 @@ class KernelLease:
         self.pending = 0
         self.expired = False
         self.charged_bytes = 0  # its share of the quarantine
-        self.overdue_to = 0  # positions before this one are in it, since it has expired
-        self.account: Account | None = None  # of the ledger, that what it keeps from eviction is charged to
+        self.overdue_to = 0  # positions before this one are in quarantine, because the lease has expired
+        self.account: Account | None = None  # the ledger's account that is charged with what it keeps from eviction
         if kind is not LeaseKind.WRITE:
             self.account = session.accounts[self.account_sort]
-        self.queued = False  # its deadline stands in the book's heap
+        self.queued = False  # its deadline is in the book's heap
 
     @property
     def account_sort(self) -> Sort:
@@ -73,22 +73,22 @@ class KernelLease:
             self.answers += bytes([_NOT_HELD if item is None else _OPEN for item in entries])
 
     def hold_at(self, at: int, item: Incarnation) -> None:
-        """Hold one more object, at a position that held nothing so far."""
+        """Hold one more object, at a position that held nothing."""
         self.entries[at] = item
         self.answers[at] = _OPEN
         self.pending += 1
 
     def settle(self, positions: Sequence[int] | None, answer: Settled) -> tuple[list[Incarnation], list[int]]:
-        """Let go of what the positions (None: all) still hold: those objects, and where they stood.
+        """Settle the positions (None: all). Returns the objects that they still held, and where those stood.
 
-        They are answered with `answer`; what was settled before keeps its first answer.
+        They get `answer`; positions that were settled before keep their first answer.
         """
         count = len(self.answers)
         if positions is None:
             positions = range(count)
         self.check_positions(positions)
         entries, answers = self.entries or [None] * count, self.answers
-        if isinstance(positions, range) and positions.step == 1:  # a page, or all of it: sliced, not counted
+        if isinstance(positions, range) and positions.step == 1:  # a page, or all of it: a slice is enough
             first, end = positions.start, positions.stop
             page = entries[first:end]
             settled = [item for item in page if item is not None]
@@ -111,7 +111,8 @@ class KernelLease:
         return settled, where
 
     def settle_all(self, answer: Settled) -> list[Incarnation | None]:
-        """Let go of all that it still holds, without looking at it: by position, to be taken back in steps."""
+        """Settle everything that it still holds, without looking at it. Returns it by position, to be released in
+        steps."""
         entries, self.entries = self.entries, []
         self.answers = self.answers.replace(bytes((_OPEN,)), bytes((answer,)))
         self.pending = 0
@@ -127,7 +128,7 @@ class KernelLease:
                 raise UsageError(f"position {at} is not in lease {self.id:#x}, which has {count}: count from 0")
 
     def answered(self, positions: Sequence[int] | None) -> bytearray:
-        """The answer of each position asked for; None: of every position of the lease."""
+        """The answer of each position asked for; None: of every position."""
         answers = self.answers
         if positions is None:
             return bytearray(answers)
@@ -140,7 +141,7 @@ class KernelLease:
 
 
 class LeaseBook:
-    """All leases: open by id, settled ones for a while, deadlines in order."""
+    """All leases: open ones by id, settled ones for a while, deadlines in order."""
 
     def __init__(self, epoch: int, remembered_max: int) -> None:
         self.first_id = self._next_id = (epoch << COUNTER_BITS) + 1
@@ -152,7 +153,7 @@ class LeaseBook:
         self._deadlines: list[tuple[float, int, KernelLease]] = []
         self._stale_deadlines = 0
         self.by_kind = [0] * len(LeaseKind)
-        self.stale = 0  # refused: not that session's, or too late
+        self.stale = 0  # refused: of another session, or too late
 
     def new_id(self) -> int:
         lease_id = self._next_id
@@ -180,8 +181,8 @@ class LeaseBook:
             self.settled_bytes += len(entries) if lease.id in self.settled else 0
 
     def take_over(self, lease: KernelLease, lease_id: int, positions: Sequence[int]) -> None:
-        """What the lease of that id, which nobody was told of, holds, this one holds at `positions`, where it held
-        nothing so far. One that is settled opens again."""
+        """Move what the lease with that id holds (nobody was told of it) to this one, at `positions`, which held
+        nothing. A settled lease opens again."""
         other = self.by_id.get(lease_id)
         if other is None:
             return  # nothing was granted
@@ -198,7 +199,7 @@ class LeaseBook:
             lease.hold_at(at, item)
 
     def close(self, lease: KernelLease) -> None:
-        """All is settled: remember the answers for a while."""
+        """Everything is settled: remember the answers for a while."""
         del self.by_id[lease.id]
         del lease.session.leases[lease.id]
         self.by_kind[lease.kind] -= 1
@@ -214,11 +215,11 @@ class LeaseBook:
         self.settled_bytes += len(lease.answers)
         while len(self._settled_order) > self._settled_max or self.settled_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._settled_order.popleft()
-            if self.settled.pop(oldest.id, None) is not None:  # None: it was reopened since
+            if self.settled.pop(oldest.id, None) is not None:  # None: it was reopened meanwhile
                 self.settled_bytes -= len(oldest.answers)
 
     def find(self, session: KernelSession, lease_id: int, kind: LeaseKind | None) -> KernelLease:
-        """The session's lease of that id, open or remembered. Raises `LeaseExpiredError` and counts otherwise."""
+        """The session's lease with that id, open or remembered. Otherwise counts it and raises `LeaseExpiredError`."""
         lease = self.of_session(session, lease_id)
         if lease is None:
             raise self.refusal(
@@ -231,20 +232,20 @@ class LeaseBook:
         return lease
 
     def of_session(self, session: KernelSession, lease_id: int) -> KernelLease | None:
-        """The session's lease of that id, open or remembered, if there is one."""
+        """The session's lease with that id, open or remembered; None if there is none."""
         lease = self.by_id.get(lease_id) or self.settled.get(lease_id)
         return lease if lease is not None and lease.session is session else None
 
     def find_open(self, lease_id: int) -> KernelLease | None:
-        """The lease of that id, whoever has it, while it is open."""
+        """The open lease with that id, of any session."""
         return self.by_id.get(lease_id)
 
     def find_promise(self, promise_id: int, namespace: int) -> KernelLease | None:
-        """A promise that any session of its namespace may redeem; None, and counted, when it is no more."""
+        """A promise that any session of its namespace may redeem; None if it is gone, which is counted."""
         promise = self.by_id.get(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE and promise.namespace == namespace:
             return promise
-        if promise_id not in self.settled:  # redeemed by another rank of the same request: no mystery
+        if promise_id not in self.settled:  # otherwise another rank of the same request redeemed it
             self.stale += 1
         return None
 
@@ -253,17 +254,17 @@ class LeaseBook:
         return LeaseExpiredError(message)
 
     def renew(self, lease: KernelLease, now: float) -> None:
-        # The heap keeps the old deadline; `due` looks at the lease and puts it back.
+        # The heap keeps the old deadline; `due` checks the lease and puts it back.
         lease.deadline = max(lease.deadline, now + lease.ttl_s)
 
     # --- deadlines ------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `due` may have something; perhaps too early, never too late."""
+        """When `due` may have something. It may be too early, never too late."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def due(self, now: float, leases_max: int) -> Iterable[KernelLease]:
-        """Open leases whose time is up, not many at once; each is given once and marked expired."""
+        """Open leases whose time is up, a few at a time. Each is given once and marked expired."""
         heap = self._deadlines
         while heap and heap[0][0] <= now and leases_max > 0:
             leases_max -= 1
@@ -278,14 +279,14 @@ class LeaseBook:
                 yield lease
 
     def _push(self, lease: KernelLease) -> None:
-        if lease.queued:  # it was settled and reopened before its old deadline passed
+        if lease.queued:  # it was settled, and reopened before its old deadline passed
             self._stale_deadlines -= 1
         else:
             lease.queued = True
             heapq.heappush(self._deadlines, (lease.deadline, lease.id, lease))
 
     def _sift(self) -> None:
-        # Settled leases leave the heap once they outnumber the open ones: O(1) a lease over time.
+        # Settled leases leave the heap once they outnumber the open ones: O(1) per lease over time.
         if self._stale_deadlines > STALE_DEADLINES_KEPT and self._stale_deadlines * 2 > len(self._deadlines):
             kept = []
             for entry in self._deadlines:

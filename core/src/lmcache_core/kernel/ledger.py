@@ -1,12 +1,12 @@
-"""The ledger: what each session, and each holder, keeps from everybody else, and what it may.
+"""The ledger: what each session and each holder keeps from everybody else, and how much it may keep.
 
-A *holder* is who the sessions belong to: a uid, or over ZMQ a CURVE key. Three sorts of bytes are counted that cannot
-be evicted: promised, held by read leases, and pinned. An object counts once for an account, however many promises or
-leases of it name it there; redeeming a promise moves it from one sort to the other. An account is asked before it is
-charged: over its cap only its own session hears of it.
+A *holder* owns sessions: it is a uid, or over ZMQ a CURVE key. The ledger counts three sorts of bytes that cannot be
+evicted: promised, held by read leases, and pinned. An object counts once per account, however many promises or leases
+of the account name it; redeeming a promise moves it from one sort to the other. The account is asked before it is
+charged: only the session that is over its cap is refused.
 
-An object remembers who holds it (`Incarnation.kept_by`): nobody, one account once, or a table. Nearly all are held by
-one, so nearly all cost one assignment.
+An object remembers who holds it (`Incarnation.kept_by`): nobody, one account once, or a table. Nearly all objects have
+one holder, so nearly all cost one assignment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sort(IntEnum):
 
 
 class Account:
-    """Bytes of one sort. A session's is part of its holder's, `whole`."""
+    """Bytes of one sort. A session's account is part of its holder's, `whole`."""
 
     __slots__ = ("nbytes", "nbytes_max", "whole")
 
@@ -41,19 +41,19 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Bytes until a cap, its own or its holder's, is reached."""
+        """Bytes left until its own cap or its holder's is reached."""
         own = self.nbytes_max - self.nbytes
         return own if self.whole is None else min(own, self.whole.nbytes_max - self.whole.nbytes)
 
     def take_first(self, objects: Sequence[Incarnation]) -> int:
-        """It holds as many of these once more, from the first on, as its caps allow; how many."""
+        """Add one hold to as many of these, from the first on, as the caps allow. Returns how many."""
         fits = len(objects) if sum(map(_nbytes, objects)) <= self.room else self._first_that_fit(objects)
         self.take(objects if fits == len(objects) else objects[:fits])
         return fits
 
     def take(self, objects: Iterable[Incarnation]) -> None:
-        """It holds each of these once more, whatever its caps."""
-        mine = shared = 0  # `shared`: of these bytes, what another session of its holder has, too
+        """Add one hold to each of these, whatever the caps."""
+        mine = shared = 0  # `shared`: the part of these bytes that another session of its holder has, too
         for item in objects:
             known = item.kept_by
             if known is None:
@@ -71,7 +71,7 @@ class Account:
         self._add(mine, mine - shared)
 
     def free(self, objects: Iterable[Incarnation]) -> None:
-        """It holds each of these once less."""
+        """Take one hold from each of these."""
         mine = shared = 0
         for item in objects:
             known = item.kept_by
@@ -90,8 +90,8 @@ class Account:
         self._add(-mine, shared - mine)
 
     def _first_that_fit(self, objects: Sequence[Incarnation]) -> int:
-        """How many of the objects, from the first on, it may take. What it holds already costs nothing, and what
-        another session of its holder holds costs the holder nothing."""
+        """How many of the objects, from the first on, it may take. Objects that it holds already cost nothing, and
+        those that another session of its holder holds cost the holder nothing."""
         whole = self.whole
         own_room = self.nbytes_max - self.nbytes
         whole_room = own_room if whole is None else whole.nbytes_max - whole.nbytes
@@ -117,7 +117,7 @@ class Account:
 
 @dataclass(slots=True, frozen=True)
 class Caps:
-    """Bytes of each sort, by `Sort`: of one session, and of one holder."""
+    """Caps on the bytes of each sort, by `Sort`: for one session, and for one holder."""
 
     session: tuple[int, int, int]
     holder: tuple[int, int, int]
@@ -135,14 +135,14 @@ class Holder:
 
 
 class Ledger:
-    """All holders that have a session, or hold something still."""
+    """All holders that have a session or still hold something."""
 
     def __init__(self, caps: Caps) -> None:
         self._caps = caps
         self.holders: dict[str, Holder] = {}
 
     def opened(self, name: str) -> list[Account]:
-        """A session of this holder begins; its accounts, by `Sort`."""
+        """A session of this holder begins. Returns its accounts, by `Sort`."""
         holder = self.holders.get(name)
         if holder is None:
             for idle in [each for each in self.holders.values() if not each.sessions]:
@@ -158,6 +158,6 @@ class Ledger:
         self._remove_idle(holder)
 
     def _remove_idle(self, holder: Holder) -> None:
-        """Nothing has to be known of one without a session that holds nothing."""
+        """Forget a holder that has no session and holds nothing."""
         if not holder.sessions and not any(account.nbytes for account in holder.accounts):
             self.holders.pop(holder.name, None)

@@ -1,4 +1,4 @@
-"""Incarnations, and the table that finds the visible or coming one of a key."""
+"""Incarnations, and the table that finds the visible or coming one for a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lmcache_core.kernel.allocator import Slab
 
 SHARDS = 256  # a dictionary grows in one go: 1,000,000 keys in one stalled for 174 ms, in 256 for less than one
-SHARD_FROM_KEYS = 2048  # below this a namespace is one dictionary: a tenant with ten keys must not cost 16 KiB
+SHARD_FROM_KEYS = 2048  # a smaller namespace is one dictionary: a tenant with ten keys must not cost 16 KiB
 
 
 Named = tuple[bytes, int]  # key and generation: one incarnation, within its namespace
@@ -22,8 +22,8 @@ Named = tuple[bytes, int]  # key and generation: one incarnation, within its nam
 class Incarnation:
     """One object in one slot. A key may have had many; at most one of them stands in the table.
 
-    Satisfies `Entry`. It is built field by field in `Writing`: a call of `__init__` for each key costs more
-    than the rest of the grant.
+    Satisfies `Entry`. `Writing` builds it field by field: calling `__init__` for each key costs more than the rest of
+    the grant.
     """
 
     __slots__ = (
@@ -46,19 +46,19 @@ class Incarnation:
 
     key: bytes
     namespace: int
-    nbytes: int  # of its slot: what its eviction gives back
-    holds: int  # read leases, promises and pins on it
-    kept_by: Any  # accounts of the ledger that these are charged to: see there
+    nbytes: int  # of its slot: what its eviction frees
+    holds: int  # number of read leases, promises and pins on it
+    kept_by: Any  # the ledger's accounts that these are charged to: see there
     older: Any
     newer: Any
     policy_data: Any
     offset: int
     layout_id: int
-    generation: int  # grows with every grant, also from server to server: no key or slot has one twice. 0: not known
+    generation: int  # grows with every grant, even across servers: no key or slot has one twice. 0: unknown
     state: State
     slab: Slab
-    temporary: bool  # loaded for one reader, dropped with it
-    checksum: int | None  # xxh3_64 of its bytes, where whoever wrote them has told
+    temporary: bool  # loaded for one reader, dropped after it
+    checksum: int | None  # xxh3_64 of its bytes, if the writer gave it
 
     unverified: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class Incarnation:
 
 
 class UnverifiedIncarnation(Incarnation):
-    """Adopted with its checksum, and perhaps scribbled over between two servers: who reads it is to check it."""
+    """Adopted with its checksum. It may have been overwritten between two servers: its reader must verify it."""
 
     __slots__ = ()
 
@@ -87,8 +87,8 @@ def check_keys(keys: Sequence[bytes]) -> None:
 
 
 class NamespaceTable:
-    """key → incarnation, for one namespace. Hot loops reach into `shards` and `mask` themselves:
-    the shard of a key is `shards[(key[0] ^ key[31]) & mask]`, which spreads digests and counters alike."""
+    """key → incarnation, for one namespace. Hot loops access `shards` and `mask` directly: the shard of a key is
+    `shards[(key[0] ^ key[31]) & mask]`, which spreads digests and counters alike."""
 
     __slots__ = ("mask", "shards")
 
@@ -97,7 +97,7 @@ class NamespaceTable:
         self.mask = 0
 
     def make_ready_for(self, keys: int) -> None:
-        """Split before the one dictionary becomes large enough to stall; costs its 2,048 entries, once."""
+        """Split before the one dictionary is large enough to stall. This moves its 2,048 entries, once."""
         if self.mask == 0 and len(self.shards[0]) + keys > SHARD_FROM_KEYS:
             whole = self.shards[0]
             self.shards = [{} for _ in range(SHARDS)]
@@ -120,18 +120,18 @@ class NamespaceTable:
 
 
 class ObjectTable:
-    """The table of residents: namespace → key → the incarnation that is being written, loaded, or ready."""
+    """The table of residents: namespace → key → the incarnation that is being written, loaded or ready."""
 
     def __init__(self) -> None:
         self.namespaces: dict[int, NamespaceTable] = {}
         self._nothing = NamespaceTable()
 
     def of(self, namespace: int) -> NamespaceTable:
-        """The namespace's table, to look into; an empty one that is never written to where there is none."""
+        """The namespace's table, for reading. If there is none: an empty one that is never written to."""
         return self.namespaces.get(namespace, self._nothing)
 
     def made(self, namespace: int, keys: int) -> NamespaceTable:
-        """The namespace's table, to insert up to `keys` keys into."""
+        """The namespace's table, for inserting up to `keys` keys."""
         table = self.namespaces.get(namespace)
         if table is None:
             table = self.namespaces[namespace] = NamespaceTable()
@@ -139,7 +139,7 @@ class ObjectTable:
         return table
 
     def remove(self, objects: Iterable[Incarnation]) -> None:
-        """Take out objects that stand in the table."""
+        """Remove objects that are in the table."""
         namespace, shards, mask = -1, self._nothing.shards, 0
         for item in objects:
             if item.namespace != namespace:
@@ -152,7 +152,7 @@ class ObjectTable:
         self._remove_if_empty(namespace)
 
     def remove_namespace(self, namespace: int | None) -> dict[int, NamespaceTable]:
-        """Take out a whole namespace, or all (None), without looking at what stands there."""
+        """Remove a whole namespace, or all (None), without looking at its objects."""
         if namespace is None:
             detached, self.namespaces = self.namespaces, {}
             return detached
@@ -160,7 +160,7 @@ class ObjectTable:
         return {} if table is None else {namespace: table}
 
     def _remove_if_empty(self, namespace: int) -> None:
-        # `any` stops at the first shard that holds something, which is nearly always the first one.
+        # `any` stops at the first shard that is not empty, nearly always the first one.
         table = self.namespaces.get(namespace)
         if table is not None and not any(table.shards):
             del self.namespaces[namespace]

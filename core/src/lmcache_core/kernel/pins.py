@@ -1,4 +1,4 @@
-"""Pins: what an operator wants kept. They belong to the server, end by themselves, and are capped in bytes."""
+"""Pins: what an operator wants to keep. They belong to the server, expire by themselves, and are capped in bytes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 
-STALE_KEPT = 1024  # listed objects that are not worth a look at all
+STALE_KEPT = 1024  # so few removed pins in the list are not worth a cleanup
 
 
 class Pins:
-    """Ready objects with a server's hold on them, until a time."""
+    """Ready objects that the server holds until a given time."""
 
     def __init__(self, residents: Residents, nbytes_max: int) -> None:
         self._residents = residents
         self._nbytes_max = nbytes_max
         self._until: dict[Incarnation, float] = {}
-        self._by: dict[Incarnation, Account] = {}  # whom each is charged to: who pinned it first
-        # When to look at which: each where it stood when it was pinned first. One that was made to last longer since is
-        # put back then, so to pin again costs no memory.
+        self._by: dict[Incarnation, Account] = {}  # the account each is charged to: of whoever pinned it first
+        # When to look at which pin. A pin stays where it was listed first. If it was extended since, it is put back
+        # when its old time comes, so pinning again costs no memory.
         self._batches: list[tuple[float, int, list[Incarnation]]] = []
-        self._listed = 0  # in batches; more than are pinned, by those that were removed before their time
+        self._listed = 0  # in batches; more than are pinned, because of pins removed before their time
         self._count = 0
         self.nbytes = 0
 
@@ -33,7 +33,7 @@ class Pins:
         return len(self._until)
 
     def pin(self, namespace: int, keys: Sequence[bytes], until: float, account: Account) -> bytearray:
-        """GRANTED (a pin that is there already is made to last longer), QUOTA at a cap, or MISS."""
+        """GRANTED (an existing pin is extended), QUOTA at a cap, or MISS."""
         table = self._residents.table.of(namespace)
         statuses = bytearray(len(keys))
         fresh: list[Incarnation] = []
@@ -62,7 +62,7 @@ class Pins:
         heapq.heappush(self._batches, (until, self._count, objects))
 
     def unpin(self, namespace: int, keys: Sequence[bytes]) -> bytearray:
-        """GRANTED where there was a pin, MISS elsewhere."""
+        """GRANTED if there was a pin, otherwise MISS."""
         table = self._residents.table.of(namespace)
         found = [table.get(key) for key in keys]
         pinned = dict.fromkeys(item for item in found if item is not None and item in self._until)
@@ -70,7 +70,7 @@ class Pins:
         return bytearray([Grant.GRANTED if item in pinned else Grant.MISS for item in found])
 
     def remove(self, objects: Iterable[Incarnation]) -> None:
-        """End the pins on these; those that have none are passed over."""
+        """End the pins on these; objects without a pin are skipped."""
         if not self._until:
             return
         pinned = [item for item in objects if self._until.pop(item, None) is not None]
@@ -101,7 +101,7 @@ class Pins:
         return self._batches[0][0] if self._batches else None
 
     def _sift(self) -> None:
-        # An operator who pins and unpins all day leaves no list of what is not pinned any more.
+        # An operator who pins and unpins all day must not grow this list.
         kept: dict[Incarnation, tuple[float, int]] = {}
         for until, number, batch in self._batches:
             for item in batch:

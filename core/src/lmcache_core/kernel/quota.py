@@ -1,4 +1,4 @@
-"""Quarantine is capped: a writer that goes silent must not take the pool from everyone else."""
+"""The cap on quarantine: a writer that goes silent must not take the pool from everyone else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from lmcache_core.kernel.sessions import KernelSession
 
 
 class Quarantine:
-    """Overdue bytes, by session and holder: a uid, over ZMQ a CURVE key.
+    """Overdue bytes, by session and by holder (a uid, or over ZMQ a CURVE key).
 
-    Slots are charged when their write lease expires. At a cap the sessions that are to blame get no new slots:
-    those with overdue bytes of their own, and where sessions without a connection left that much behind, every
-    session of their holder (there is nobody else to refuse).
+    Slots are charged when their write lease expires. At a cap, the responsible sessions get no new slots: those with
+    overdue bytes of their own, and, if sessions without a connection left that much behind, every session of their
+    holder (there is nobody else to refuse).
     """
 
     def __init__(self, pool_bytes_max: int, holder_bytes_max: int) -> None:
@@ -22,24 +22,24 @@ class Quarantine:
         self._lost_by_holder: dict[str, int] = {}
 
     def charge(self, lease: KernelLease, nbytes: int) -> None:
-        """`nbytes` more of the lease's slots are overdue; negative: as many were answered for."""
+        """`nbytes` more of the lease's slots are overdue; negative: so many fewer."""
         lease.charged_bytes += nbytes
         self._count(lease.session, nbytes)
 
     def lost(self, session: KernelSession) -> None:
-        """The session's connection ended: from now on its holder answers for it."""
+        """The session's connection ended: from now on its holder is responsible."""
         session.lost = True
         if session.quarantined_bytes:
             _add(self._lost_by_holder, session.holder, session.quarantined_bytes)
 
     def move(self, lease: KernelLease, session: KernelSession) -> None:
-        """The lease is to be answered for by another session now."""
+        """Another session is responsible for the lease now."""
         self._count(lease.session, -lease.charged_bytes)
         lease.session = session
         self._count(session, lease.charged_bytes)
 
     def refuses(self, session: KernelSession) -> bool:
-        """Whether the session is to blame, and a cap is reached."""
+        """Whether a cap is reached and the session is responsible."""
         if not self.nbytes:
             return False
         holder = session.holder

@@ -24,7 +24,7 @@ _MISS = int(Grant.MISS)
 
 
 class Reading:
-    """Leases to read, and promises of them."""
+    """Read leases, and promises of them."""
 
     def __init__(
         self, config: KernelConfig, residents: Residents, leases: LeaseBook, pins: Pins, releases: Releases
@@ -42,7 +42,7 @@ class Reading:
     def _find(
         self, namespace: int, layout_id: int, keys: Sequence[bytes], prefix: bool
     ) -> tuple[list[Incarnation | None], list[Incarnation], bytearray, bytearray]:
-        """For each key the ready object or None; those found; statuses; reasons (empty when nothing missed)."""
+        """For each key the ready object or None; those found; statuses; reasons (empty if nothing missed)."""
         self._residents.touched += len(keys)
         table = self._residents.table.of(namespace)
         shards, mask = table.shards, table.mask
@@ -70,7 +70,7 @@ class Reading:
     def _sort_out(
         self, layout_id: int, entries: list[Incarnation | None], found: list[Incarnation], prefix: bool
     ) -> None:
-        """Objects of another layout are not what was asked for."""
+        """Turn objects of another layout into misses."""
         for at, item in enumerate(entries):
             if item is not None and item.layout_id != layout_id:
                 if prefix:
@@ -87,7 +87,7 @@ class Reading:
         entries: list[Incarnation | None],
         prefix: bool,
     ) -> tuple[bytearray, bytearray]:
-        """Statuses, and the reason for each miss; behind the end of a prefix a miss has none."""
+        """Statuses, and the reason for each miss; misses behind the end of a prefix have none."""
         residents = self._residents
         table = residents.table.of(namespace)
         statuses, reasons = bytearray(len(keys)), bytearray(len(keys))
@@ -150,7 +150,7 @@ class Reading:
                 offsets = array("Q", [0 if item is None else item.offset for item in entries])
             self._residents.hold(found)
             self._residents.policy.access(found[::-1])
-        if promise_id:  # what its reader may not hold yet stays promised, and is asked for again
+        if promise_id:  # what its reader may not hold yet stays promised, until it asks again
             kept = keys
             if Grant.QUOTA in statuses:
                 kept = [key for key, status in zip(keys, statuses, strict=True) if status != Grant.QUOTA]
@@ -172,7 +172,7 @@ class Reading:
 
     @staticmethod
     def _refuse(entries: list[Incarnation | None], found: list[Incarnation], statuses: bytearray, fits: int) -> None:
-        """Over the reader's cap only the first of what was found are granted."""
+        """Over the reader's cap, grant only the first of what was found."""
         granted = 0
         for at, item in enumerate(entries):
             if item is not None:
@@ -201,8 +201,8 @@ class Reading:
         return lease
 
     def redeem(self, promise_id: int, namespace: int, keys: Sequence[bytes]) -> int:
-        """The promise is kept for these keys: its holds on them end, now that a lease has its own, or that they were
-        read without one. On how many it had any."""
+        """Redeem the promise for these keys: its holds on them end, because a lease has its own, or because they were
+        read without one. Returns on how many it had a hold."""
         promise = self._leases.find_promise(promise_id, namespace)
         if promise is None:
             return 0
@@ -217,8 +217,8 @@ class Reading:
         return lease.answered(positions)
 
     def settle(self, lease: KernelLease) -> None:
-        """The owner of a read lease or promise has answered for all of it, or is dead, or its time is up: it is settled
-        now, and `Releases` ends its holds."""
+        """The owner of a read lease or promise has answered for all of it, or is dead, or its time is up. It is settled
+        now; `Releases` ends its holds."""
         if lease.pending:
             assert lease.account is not None
             self._releases.held(lease.settle_all(Settled.FINISHED), lease.account)
@@ -236,7 +236,7 @@ class Reading:
                 self._residents.effects.append(Read(settled))
 
     def used(self, keys: Sequence[tuple[int, bytes]]) -> int:
-        """Read in place, without a lease: as `finish`, without what a lease would have held."""
+        """Objects were read in place, without a lease: like `finish`, but there is no lease to settle."""
         residents = self._residents
         found: list[Incarnation] = []
         for namespace, key in keys:
@@ -253,7 +253,7 @@ class Reading:
     # --- for the tiers --------------------------------------------------------------------------------------
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
-        """How many of the incarnations come before the first that is still ready."""
+        """How many of the incarnations come before the first one that is still ready."""
         table = self._residents.table.of(namespace)
         shards, mask = table.shards, table.mask
         gone = 0
@@ -267,7 +267,7 @@ class Reading:
     def hold_incarnations(
         self, session: KernelSession, namespace: int, wanted: Sequence[Named], now: float
     ) -> tuple[int, list[Incarnation | None]]:
-        """A read lease on those that are still ready, and what it holds by position."""
+        """Take a read lease on those that are still ready. Also returns what it holds, by position."""
         check_batch([key for key, _ in wanted], None)
         entries = self._residents.standing_as(namespace, wanted)
         held = [item for item in entries if item is not None]
@@ -278,7 +278,7 @@ class Reading:
         return lease.id, entries
 
     def report_damaged(self, session: KernelSession, lease_id: int, positions: Sequence[int]) -> bytearray:
-        """The reader has found that what it holds there is not what was stored: nobody else is given it."""
+        """The reader found that these positions do not hold what was stored: nobody else gets it."""
         lease = self._leases.find(session, lease_id, LeaseKind.READ)
         lease.check_positions(positions)
         held = dict.fromkeys(lease.entries[at] for at in positions) if lease.entries else {}
@@ -309,7 +309,7 @@ class Reading:
             return KernelLookup(statuses, reasons, incarnations=seen)
         account = session.accounts[Sort.PROMISED]
         fits = account.take_first(found)
-        if fits < len(found):  # they are hits all the same
+        if fits < len(found):  # they still count as hits
             self._refuse(entries, found, bytearray(len(entries)), fits)
             if not found:
                 return KernelLookup(statuses, reasons, incarnations=seen)
@@ -320,8 +320,8 @@ class Reading:
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, prefix: bool
     ) -> float | None:
-        """A promise made for these keys keeps what has come of them since, too, and its time starts anew: its deadline.
-        None for one that is no more: redeemed, freed, or too old."""
+        """Extend a promise for these keys to those that have arrived since, and restart its time. Returns its deadline;
+        None if it is gone: redeemed, freed, or too old."""
         promise = self._leases.find_open(promise_id)
         if promise is None or promise.kind is not LeaseKind.PROMISE:
             return None
@@ -340,13 +340,13 @@ class Reading:
         return promise.deadline
 
     def take_promise_back(self, promise_id: int) -> None:
-        """End a promise that its holder was not told of, whoever that is by now."""
+        """End a promise that its holder, whoever that is by now, was not told of."""
         promise = self._leases.find_open(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE:
             self.settle(promise)
 
     def free_promises(self, session: KernelSession, promise_ids: Sequence[int]) -> int:
-        """End the session's promises; how many were still open. One that is gone already is no error."""
+        """End the session's promises. Returns how many were still open. Promises that are gone already are no error."""
         freed = 0
         for promise_id in promise_ids:
             promise = session.leases.get(promise_id)
@@ -358,7 +358,7 @@ class Reading:
         return freed
 
     def expire(self, lease: KernelLease) -> None:
-        """A promise ends. A read lease is only not renewed any more: its pins wait for the reader's answer."""
+        """A promise ends. A read lease can no longer be renewed, but its pins wait for the reader's answer."""
         self.expiries += 1
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         if lease.kind is LeaseKind.PROMISE:
@@ -366,5 +366,5 @@ class Reading:
 
 
 def _generations(entries: Sequence[Incarnation | None]) -> array[int]:
-    """Which incarnations these are, 0 where there is none."""
+    """The generations of these incarnations, 0 for None."""
     return array("Q", [0 if item is None else item.generation for item in entries])

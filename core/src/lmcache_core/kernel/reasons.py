@@ -1,4 +1,4 @@
-"""Why keys that are gone are gone: bounded, and never a stall."""
+"""Remembers why keys are gone, within bounds and without stalls."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.objects import Incarnation
 
-GENERATIONS = 4  # the oldest quarter is forgotten at once: popping keys one by one off a dictionary's front is slow
+GENERATIONS = 4  # the oldest quarter is forgotten at once: popping single keys off a dictionary's front is slow
 
 
 class Loss(NamedTuple):
-    """How a key was lost. One stands for all keys of a namespace that went together."""
+    """How a key was lost. One instance stands for all keys of a namespace that were lost together."""
 
     namespace: int
     reason: Reason
     at_s: float  # the kernel's clock
-    session_id: int  # whose call brought it about, or whose lease it was; 0: the server's own doing
+    session_id: int  # the session whose call caused it, or whose lease it was; 0: the server itself
 
 
 class _Generation:
-    """Some keys that were lost one after the other."""
+    """Keys that were lost one after the other."""
 
     __slots__ = ("began_s", "losses")
 
@@ -32,16 +32,16 @@ class _Generation:
 
 
 class MissReasons:
-    """Remembers how the last keys were lost, at most `remembered_max` of them.
+    """Remembers how the latest keys were lost, at most `remembered_max` of them.
 
-    Kept by key alone: where two namespaces lost the same key, the later one is remembered. `now` and `session_id`
-    are those of the call that is being served; the kernel sets them.
+    It is keyed by key alone: if two namespaces lost the same key, only the later loss is remembered. `now` and
+    `session_id` are those of the current call; the kernel sets them.
     """
 
     def __init__(self, remembered_max: int) -> None:
         self.now = 0.0
         self.session_id = 0
-        # Everything that was lost since then is remembered; None: everything that was ever lost.
+        # Every loss since then is remembered; None: every loss ever.
         self.since_s: float | None = None
         self._generation_keys_max = max(1, remembered_max // GENERATIONS)
         self._all: deque[_Generation] = deque([_Generation(0.0)])
@@ -55,13 +55,13 @@ class MissReasons:
         session_id: int | None = None,
         at_s: float | None = None,
     ) -> None:
-        """These are lost. `session_id` and `at_s`: where it is not this call, and not now."""
+        """These are lost. Give `session_id` and `at_s` if another call, at another time, caused it."""
         at_s = self.now if at_s is None else at_s
         session_id = self.session_id if session_id is None else session_id
         young, room = self._young, self._generation_keys_max
         namespace, loss = -1, Loss(-1, reason, at_s, session_id)
         for item in objects:
-            if item.namespace != namespace:  # one for all of a namespace: no tuple a key
+            if item.namespace != namespace:  # one for the whole namespace: no tuple per key
                 namespace = item.namespace
                 loss = Loss(namespace, reason, at_s, session_id)
             young[item.key] = loss
@@ -69,7 +69,7 @@ class MissReasons:
                 young = self._next_generation()
 
     def find(self, namespace: int, key: bytes) -> Loss | None:
-        """How the key was lost, if that is remembered."""
+        """How the key was lost, if it is remembered."""
         for generation in self._all:
             found = generation.losses.get(key)
             if found is not None and found.namespace == namespace:
@@ -77,12 +77,12 @@ class MissReasons:
         return None
 
     def of(self, namespace: int, key: bytes) -> Reason:
-        """The reason alone."""
+        """Only the reason."""
         found = self.find(namespace, key)
         return Reason.NEVER_STORED if found is None else found.reason
 
     def __len__(self) -> int:
-        """Keys that are remembered; one that was lost again and again may count more than once."""
+        """Number of keys remembered; a key that was lost repeatedly may count more than once."""
         return sum(len(generation.losses) for generation in self._all)
 
     def _next_generation(self) -> dict[bytes, Loss]:

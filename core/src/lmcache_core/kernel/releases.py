@@ -1,9 +1,9 @@
-"""What was decided at once and is carried out in steps: slots and holds that leases settle, or that are overdue.
+"""Work that was decided at once and is done in steps: releasing slots and holds of settled or overdue leases.
 
-One lease may have a million positions, and a worker that dies thousands of leases. So a lease that ends is settled in
-the book at once, with all its answers; nobody can ask for it any more. Its objects come here, and follow a bounded
-number at a time: until then a slot that was being written is nobody else's and its key is busy, and what was held
-stays. As many as one step takes follow at once.
+One lease may have a million positions, and a dying worker may have thousands of leases. So a lease that ends is settled
+in the book at once, with all its answers; nobody can ask for it any more. Its objects come here and are released in
+bounded steps. Until then a slot that was being written belongs to nobody else, its key is busy, and holds stay.
+Whatever fits one step is released at once.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ Entries = list[Incarnation | None]
 
 class _ReleaseWork(Protocol):
     def step(self, objects_max: int) -> int:
-        """Do some; how many positions that took. Fewer than `objects_max`: all is done."""
+        """Do some. Returns how many positions that took; fewer than `objects_max` means that all is done."""
         ...
 
 
 class Releases:
-    """The work, the oldest first."""
+    """The pending work, oldest first."""
 
     def __init__(self, residents: Residents, quarantine: Quarantine) -> None:
         self._residents = residents
         self._quarantine = quarantine
         self.work: deque[_ReleaseWork] = deque()
-        self.step_objects = STEP_OBJECTS  # fewer where a test wants much to come between two steps
+        self.step_objects = STEP_OBJECTS  # tests set fewer, so that much can happen between two steps
 
     def written(self, entries: Entries, lease: KernelLease, reason: Reason) -> None:
-        """These positions of a write lease were given up: the owner has answered for them, or is dead."""
+        """These positions of a write lease were given up: its owner has answered for them, or is dead."""
         self.work.append(_Written(self._residents, entries, lease, reason))
 
     def held(self, entries: Entries, account: Account) -> None:
-        """These holds of a promise or a read lease have ended, which are charged to that account."""
+        """These holds of a promise or a read lease, charged to that account, have ended."""
         self.work.append(_Held(self._residents, entries, account))
 
     def overdue(self, lease: KernelLease) -> None:
@@ -53,19 +53,19 @@ class Releases:
         self.work.append(_Overdue(self._residents, self._quarantine, lease))
 
     def answered(self, objects: Iterable[Incarnation], state: State, event: Event) -> None:
-        """Nobody touches these any more, which are in `state` and nobody's."""
+        """Nobody touches these any more. They are in `state`, and no lease has them."""
         self.work.append(_Answered(self._residents, list(objects), state, event))
 
     def moved(self, lease: KernelLease) -> None:
-        """A write lease is another session's now: its slots are to name that one's row."""
+        """A write lease moved to another session: its slots must name that session's row."""
         self.work.append(_Moved(self._residents, lease))
 
     def row_left(self, row: int) -> None:
-        """What moved away from this row is known so far: say so when no slot names it any more."""
+        """Everything that moves away from this row is queued by now: report when no slot names it any more."""
         self.work.append(_RowLeft(self._residents, row))
 
     def step(self) -> None:
-        """A bounded part of it."""
+        """Do one bounded part of the work."""
         work, objects_max = self.work, self.step_objects
         while work and objects_max > 0:
             taken = work[0].step(objects_max)
@@ -75,7 +75,7 @@ class Releases:
 
 
 def _take_last(entries: Entries, objects_max: int) -> Entries:
-    """Off the end, which costs what is taken: a suffix goes before its prefix, too."""
+    """Take from the end: the cost is what is taken, and a suffix goes before its prefix."""
     some = entries[-objects_max:]
     del entries[-objects_max:]
     return some
@@ -129,7 +129,7 @@ class _Overdue:
 
     def step(self, objects_max: int) -> int:
         lease = self._lease
-        some = lease.entries[lease.overdue_to : lease.overdue_to + objects_max]  # none where it was settled meanwhile
+        some = lease.entries[lease.overdue_to : lease.overdue_to + objects_max]  # empty if it was settled meanwhile
         lease.overdue_to += len(some)
         held = [item for item in some if item is not None]
         self._residents.doom_cleared(held)
@@ -170,7 +170,7 @@ class _Moved:
 
     def step(self, objects_max: int) -> int:
         lease = self._lease
-        some = lease.entries[self._to : self._to + objects_max]  # none where it was settled meanwhile
+        some = lease.entries[self._to : self._to + objects_max]  # empty if it was settled meanwhile
         self._to += len(some)
         for state in (lease.live, State.QUARANTINED):
             held = [item for item in some if item is not None and item.state is state]

@@ -1,4 +1,4 @@
-"""All that is in the pool: the table, the slots and the policy, moved together.
+"""Everything in the pool: the table, the slots and the policy, moved together.
 
 Every change of state goes through `move`, so the transition table, the sums and the marks in the pool cannot
 disagree. All methods take whole batches.
@@ -38,30 +38,31 @@ class Residents:
         self.allocator = allocator
         guarded = GuardedPolicy(policy, self._policy_failed)
         self.policy: EvictionPolicy = guarded
-        self.untouched: Untouched | None = None  # what was adopted and is not made yet
-        self.unverified = False  # something was adopted that readers are to check
+        self.untouched: Untouched | None = None  # adopted objects that are not made yet
+        self.unverified = False  # some adopted objects must be verified by their readers
         self.table = ObjectTable()
         self.reasons = MissReasons(remembered_max)
-        self.shield = Shield(self)  # what tiers do not have yet
+        self.shield = Shield(self)  # objects that tiers do not have yet
         self.charged: dict[int, int] = {}  # bytes that take room without being ready, by namespace
         self.tenancy = Tenancy(guarded, self._bytes_taken, self.charged, self)
-        self.clearings: deque[Clearing] = deque()  # what clears took out of the table and steps have yet to free
+        self.clearings: deque[Clearing] = deque()  # clears whose objects are out of the table, but not all freed yet
         self.effects: list[Effect] = []
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
         self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
-        self.touched = 0  # objects and keys looked at or changed since somebody set it to 0: what a turn has cost
+        self.touched = 0  # objects and keys looked at or changed since it was set to 0: the cost of a turn
         self.evictions = 0
         self.policy_faults = 0
-        self.policy_error = ""  # the last one
+        self.policy_error = ""  # the last error
 
     # --- one step of the transition table -------------------------------------------------------------------
 
     def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int | None = NO_ROW) -> None:
-        """Take every object one step on from `before`, keep the sums, have the slots marked (`row`: see `SlotsMarked`).
+        """Take every object one step on from `before`, update the sums, and have the slots marked (`row`: see
+        `SlotsMarked`).
 
-        All or none: where one of them is in another state (or stands in the batch twice) `InvariantError` is raised and
-        nothing has changed.
+        All or none: if one of them is in another state, or appears twice in the batch, it raises `InvariantError` and
+        changes nothing.
         """
         after = TRANSITIONS[before, event]
         self.touched += len(objects)
@@ -94,8 +95,8 @@ class Residents:
             self.count(after, len(objects), nbytes)
 
     def charge(self, objects: Sequence[Incarnation], sign: int) -> None:
-        """Tell the policy whose bytes take room without being ready: from the claim of a key until it is committed or
-        its slot is free, and from the removal of what is held until its last hold ends."""
+        """Tell the policy whose bytes take room without being ready: from the claim of a key until its commit or until
+        its slot is free, and from the removal of a held object until its last hold ends."""
         sums: dict[int, int] = {}
         for item in objects:
             sums[item.namespace] = sums.get(item.namespace, 0) + item.nbytes
@@ -113,7 +114,7 @@ class Residents:
             self.policy.charge(namespace, nbytes)
 
     def _bytes_taken(self) -> int:
-        """Of what the policy has, and of what is charged."""
+        """Bytes of the policy's entries plus bytes charged."""
         ungiven = 0 if self.untouched is None else self.untouched.ungiven_bytes
         return self.bytes_by_state[READY] - ungiven + sum(self.charged.values())
 
@@ -122,7 +123,7 @@ class Residents:
         self.bytes_by_state[state] += nbytes
 
     def flush_slabs(self) -> None:
-        """Say which slabs changed class, before anything that stands in them."""
+        """Report slabs that changed class, before any slot in them is marked."""
         if self.allocator.assigned:
             self.effects.extend(SlabAssigned(*change) for change in self.allocator.assigned)
             self.allocator.assigned.clear()
@@ -130,7 +131,7 @@ class Residents:
     # --- what is being written ------------------------------------------------------------------------------
 
     def cancel_claim(self, objects: Sequence[Incarnation]) -> None:
-        """Undo a claim that was never granted: keys out of the table, slots back to their slabs."""
+        """Undo a claim that was never granted: keys leave the table, slots return to their slabs."""
         self.table.remove(objects)
         self.charge(objects, -1)
         seated = [item for item in objects if hasattr(item, "slab")]
@@ -139,27 +140,27 @@ class Residents:
         self.allocator.free(seated)
 
     def granted(self, objects: Sequence[Incarnation], live: State, nbytes: int, row: int) -> None:
-        """Objects that stand in the table and have their slots: the first step of each incarnation."""
+        """These objects are in the table and have their slots: do the first step of each incarnation."""
         self.count(live, len(objects), nbytes)
         self.objects_by_layout[objects[0].layout_id] += len(objects)  # one grant is of one layout
         self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
 
     def doom_cleared(self, objects: Sequence[Incarnation]) -> None:
-        """Something is about to become of these, which are or were being written: those that a clear took out of the
-        index, and has not come to yet, are doomed now."""
+        """These are or were being written, and are about to change state. Doom those that a clear took out of the index
+        and has not processed yet."""
         for clearing in self.clearings:
             taken = clearing.take(objects)
             if taken:
                 self.cleared(clearing, taken)
 
     def change_owner(self, objects: Sequence[Incarnation], state: State, row: int) -> None:
-        """The worker of another row holds them now; they are in `state`, and stay in it."""
+        """A worker with another row holds them now. They stay in `state`."""
         if objects:
             self.touched += len(objects)
             self.effects.append(SlotsMarked([item.offset for item in objects], state, row))
 
     def publish(self, objects: Sequence[Incarnation], live: State) -> None:
-        """Make written objects visible, in one step."""
+        """Make written objects visible, all in one step."""
         self.move(objects, live, Event.COMMIT)
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
@@ -172,8 +173,8 @@ class Residents:
         row: int,
         session_id: int,
     ) -> None:
-        """Take what was being written out of the index: ABORT frees slots, EXPIRE quarantines. `session_id` is who is
-        to blame. The caller has asked `doom_cleared` before."""
+        """Take what was being written out of the index: ABORT frees slots, EXPIRE quarantines them. `session_id` is the
+        responsible session. The caller has called `doom_cleared` before."""
         if objects:
             self.table.remove(objects)
             self.move(objects, live, event, row)
@@ -194,7 +195,8 @@ class Residents:
             self.policy.held(fresh)
 
     def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
-        """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
+        """Take one hold from each. `read`: a session has read them, so temporary ones are dropped once nobody holds
+        them."""
         self.touched += len(objects)
         idle, gone, used_up = [], [], []
         backwards = reversed(objects)  # last to first: a suffix goes before its prefix
@@ -220,7 +222,7 @@ class Residents:
             self.remove(used_up, Reason.DROPPED)
 
     def standing_as(self, namespace: int, wanted: Iterable[Named]) -> list[Incarnation | None]:
-        """For each (key, generation) the ready object that it names, None where that one is gone."""
+        """The ready object that each (key, generation) names; None if that one is gone."""
         table = self.table.of(namespace)
         found = [(table.get(key), generation) for key, generation in wanted]
         return [
@@ -229,7 +231,7 @@ class Residents:
         ]
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
-        """Take ready objects out of the index; slots that someone holds follow with the last hold."""
+        """Take ready objects out of the index. Held slots are freed with the last hold."""
         objects = self._standing(objects)
         if objects:
             self.table.remove(objects)
@@ -243,7 +245,7 @@ class Residents:
         session_id: int | None = None,
         at_s: float | None = None,
     ) -> None:
-        """As `remove`, for objects that the table has lost already, at `at_s` by `session_id`."""
+        """As `remove`, for objects that have left the table already, at `at_s` by `session_id`."""
         self.policy.remove(objects)
         self.shield.remove(objects)
         loose = [item for item in objects if not item.holds]
@@ -255,7 +257,7 @@ class Residents:
         self.effects.append(Removed(list(objects), reason))
 
     def cleared(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
-        """A clear comes to these, which only its tables had: ready ones leave, what is being written is doomed."""
+        """A clear reaches these, which only its tables had: ready ones are removed, those being written are doomed."""
         told, session_id, at_s = clearing.cleared, clearing.session_id, clearing.at_s
         ready = [item for item in taken if item.state is READY]
         if ready:
@@ -274,12 +276,13 @@ class Residents:
     # --- what may go ----------------------------------------------------------------------------------------
 
     def victims(self, nbytes: int, objects_max: int) -> list[Incarnation]:
-        """The coldest by the policy, about `objects_max` at most, and no more than twice as many looked at. Without any
-        that may not go: a policy is a plugin, and may err. What tiers do not have yet comes last."""
+        """The coldest objects by the policy, about `objects_max` at most; it looks at no more than twice as many.
+        Leaves out any that must stay: a policy is a plugin and may be wrong. Objects that tiers do not have yet come
+        last."""
         found, all_named = self._named(self.policy.victims, nbytes, objects_max)
         shield = self.shield
         if shield.yields and len(shield):
-            # What it uncovers may be covered by somebody's quota, and not be named. Each time all are named once more.
+            # A quota may protect what this uncovers, so that it is not named. Each round asks for all victims again.
             last = self.touched + objects_max // 2
             while all_named and (missing := nbytes - sum(item.nbytes for item in found)) > 0 and self.touched < last:
                 if not shield.uncover_for(missing):
@@ -288,7 +291,7 @@ class Residents:
         return found
 
     def coldest(self, nbytes: int, objects_max: int) -> list[Incarnation]:
-        """As `victims`, without any that a tier is still to get: to look only."""
+        """As `victims`, without objects that a tier is still to get. Changes nothing."""
         return self._named(self.policy.victims, nbytes, objects_max)[0]
 
     def surplus(self, nbytes: int, objects_max: int) -> list[Incarnation]:
@@ -298,9 +301,9 @@ class Residents:
     def _named(
         self, ask: Callable[[int], Sequence[Entry]], nbytes: int, objects_max: int
     ) -> tuple[list[Incarnation], bool]:
-        """What the policy names, and whether that is all that may go. Where small objects stand before a large one that
-        is to come, to name them all takes long. A policy counts bytes only: as no object is smaller than the smallest
-        slot, it is asked for as many bytes as cannot be more objects, and again where larger ones came."""
+        """What the policy names, and whether that is everything that may be evicted. A policy counts bytes only, and if
+        many small objects come before a large one, naming them all takes long. No object is smaller than the smallest
+        slot: so ask for as many bytes as cannot be too many objects, and ask again if larger ones came."""
         least = self.allocator.slot_bytes_least
         asked = covered = looked_at = 0
         while True:
@@ -310,14 +313,14 @@ class Residents:
             looked_at += len(named)
             found = [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
             covered = sum(item.nbytes for item in found)
-            if covered < asked:  # of an adopted pool there is more, which is not made yet: who asks again gets it
+            if covered < asked:  # the rest of an adopted pool is not made yet: asking again gets it
                 return found, self.untouched is None
             if asked >= nbytes or looked_at > objects_max // 2:
                 return found, False
 
     @property
     def may_make_room(self) -> bool:
-        """Whether there is anything that may go, or was cleared and has not gone yet."""
+        """Whether anything may be evicted, or was cleared and is not freed yet."""
         return bool(
             self.clearings
             or self.untouched is not None
@@ -326,7 +329,7 @@ class Residents:
         )
 
     def evict(self, victims: Sequence[Incarnation]) -> None:
-        """Make room: the victims are ready, and nobody holds them."""
+        """Make room. The victims are ready, and nobody holds them."""
         victims = self._standing(victims)
         if not victims:
             return
@@ -338,7 +341,8 @@ class Residents:
         self.evictions += len(victims)
 
     def _standing(self, objects: Sequence[Incarnation]) -> Sequence[Incarnation]:
-        """Those that the table has. The others, which nobody holds, were cleared: they do not wait for their step."""
+        """Those that are in the table. The others were cleared and nobody holds them: free them now, before their
+        step."""
         if not self.clearings:
             return objects
         for clearing in self.clearings:
@@ -351,9 +355,9 @@ class Residents:
     # --- tenants --------------------------------------------------------------------------------------------
 
     def keep_limit(self, namespace: int, slot_bytes: int, slots: int, objects_max: int) -> int:
-        """Evict of a namespace's owner what is in the way of so many slots, which are charged to it already; how many
-        of them fit below its limit. Nothing goes for a slot that does not fit all the same, but where more than
-        `objects_max` would have to go: then so many do, for whoever asks again."""
+        """Evict from a namespace's owner what stands in the way of so many slots, which are charged to it already.
+        Returns how many of them fit below its limit. Nothing is evicted for slots that will not fit anyway, unless more
+        than `objects_max` objects must go: then so many are evicted, and the caller asks again."""
         over = self.tenancy.over_limit(namespace)
         own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
         missing = over - sum(item.nbytes for item in own)
@@ -368,7 +372,7 @@ class Residents:
         return slots - refused
 
     def step_tenants(self, objects_max: int) -> None:
-        """One bounded step of what changes hands, and of what is beyond a limit."""
+        """Do one bounded step of moving objects between tenants, and of evicting what is over a limit."""
         mean = max(1, self.allocator.used_bytes // max(1, self.objects()))
 
         def evict(named: Sequence[Entry]) -> int:
@@ -381,7 +385,7 @@ class Residents:
 
     @property
     def tenants_wait(self) -> bool:
-        """Whether `step_tenants` has something to do now: not while an adopted pool is taken over."""
+        """Whether `step_tenants` has something to do now. False while an adopted pool is being made."""
         return self.tenancy.working and self.untouched is None
 
     def _may_go(self, named: Sequence[Entry], objects_max: int) -> list[Incarnation]:
@@ -390,12 +394,12 @@ class Residents:
         return found[:objects_max]
 
     def position(self, entry: Entry) -> int:
-        """For `TenantWalk`: the shard of its key in a large table comes first."""
+        """For `TenantWalk`: in a large table, by the shard of the key first."""
         key = entry.key
         return (key[0] ^ key[31]) << 8 | (key[1] ^ key[30])
 
     def entries_from(self, namespaces: frozenset[int], low: int, objects_max: int) -> tuple[list[Entry], int]:
-        """For `TenantWalk`: what is ready, also of what clears have taken out of the table and not freed yet."""
+        """For `TenantWalk`: ready objects, also those that clears have removed from the table and not freed yet."""
         tables = [self.table.of(namespace) for namespace in namespaces]
         for clearing in self.clearings:
             tables += [clearing.tables[namespace] for namespace in namespaces if namespace in clearing.tables]
@@ -403,7 +407,7 @@ class Residents:
         counts = [len(table.shards[shard & table.mask]) for table in tables]
         if any(table.mask for table in tables):  # a part of one shard
             high = min(low + max(1, 256 * objects_max // max(1, sum(counts))), shard + 1 << 8)
-        else:  # of single dictionaries: as many shards as make a step
+        else:  # single dictionaries: as many shards as make a step
             high = min(low + max(1, POSITIONS * objects_max // max(1, sum(counts))), POSITIONS)
         found: list[Entry] = [
             item
@@ -411,13 +415,13 @@ class Residents:
             for item in table.shards[shard & table.mask].values()
             if item.state is READY and low <= self.position(item) < high
         ]
-        self.touched += sum(counts) // 8  # to look at one is an eighth of what it takes to move it
+        self.touched += sum(counts) // 8  # looking at one costs an eighth of moving it
         return found, high
 
     # --- telling --------------------------------------------------------------------------------------------
 
     def lost(self, namespace: int, key: bytes) -> Loss | None:
-        """How a key that is not in the table was lost, if that is remembered."""
+        """How a key that is not in the table was lost, if it is remembered."""
         for clearing in reversed(self.clearings):
             if clearing.find(namespace, key) is not None:
                 return Loss(namespace, Reason.CLEARED, clearing.at_s, clearing.session_id)
@@ -429,12 +433,12 @@ class Residents:
         self.effects.append(PolicyFailed(method, error))
 
     def objects(self) -> int:
-        """Incarnations in slots, of all states."""
+        """Number of incarnations in slots, in any state."""
         return sum(self.objects_by_state)
 
 
 def _first(objects: list[Incarnation], nbytes: int) -> list[Incarnation]:
-    """As many of them, from the first on, as have so many bytes."""
+    """The first objects that together have so many bytes."""
     for at, item in enumerate(objects):
         if nbytes <= 0:
             return objects[:at]
