@@ -120,7 +120,7 @@ class Quotas:
             kept = self._tenants.get(name)
             stores = used.get(name, {})
             for store, figures in ({} if kept is None else kept.stores).items():
-                stores.setdefault(store, {"used_bytes": None, **msgspec.to_builtins(figures)})  # a tier that is gone now
+                stores.setdefault(store, {"used_bytes": None, **msgspec.to_builtins(figures)})  # a tier that is gone
             namespaces = [] if kept is None else [f"{each:016x}" for each in kept.namespaces]
             tenants.append({"tenant": name, "namespaces": namespaces, "stores": stores})
         return tenants
