@@ -110,7 +110,7 @@ def test_what_is_asked_before_the_pool_is_populated_is_warming_and_stored_later(
         name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Populator, "start", waiting.append)
+        patch.setattr(Populator, "start", lambda populator: waiting.append(populator))
         server = Server(settings, load_plugins())
     with server, server.connect() as client:
         keys, objects = [node.key("a")], [node.payload(1)]

@@ -82,8 +82,8 @@ class World:
 
     def faults(self, *rules: str) -> None:
         assert self.server.tiering is not None
-        (only,) = self.server.tiering.tiers
-        adapter: Any = only.adapter
+        first, *_ = self.server.tiering.tiers
+        adapter: Any = first.adapter
         adapter.set_faults(*rules)
 
     def tier(self) -> dict[str, Any]:
