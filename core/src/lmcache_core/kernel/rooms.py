@@ -1,12 +1,12 @@
-"""Room for grants that need more than one step: whole slabs of other size classes, emptied a bounded step at a time.
+"""Room for grants that need several steps: slabs of other size classes are emptied, a bounded step at a time.
 
-A hundred thousand small objects may stand in the way of one large one, and to evict these takes half a second. So such
-a grant, to a worker that stores or to a lane that loads, waits as a `Preparation`: none of its keys is claimed and no
-slot is its own, so one that is given up leaves nothing, and others may store the same keys meanwhile. What is being
-emptied for it is a state of the units themselves (`Allocator.begin_emptying`): nothing new comes to stand there, and
-nobody else is given it. In the step in which the last slot that it needs is there, the grant is carried out whole.
+A hundred thousand small objects may stand where one large object must go, and evicting them takes half a second. So the
+grant, for a worker that stores or a lane that loads, waits as a `Preparation`. It claims no key and owns no slot:
+giving it up leaves nothing behind, and others may store the same keys meanwhile. The units that are being emptied for
+it are marked as such (`Allocator.begin_emptying`): nothing new is placed there, and nobody else gets them. The step
+that frees the last slot it needs carries out the whole grant.
 
-They wait in the order in which they came. Those whose own class has room, or victims, do not come here.
+Grants wait in the order in which they came. A grant whose own class has room or victims does not come here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lmcache_core.kernel.states import State
 if TYPE_CHECKING:
     from lmcache_core.kernel.sessions import KernelSession
 
-JUDGED_SLOTS = 2048  # slots looked at in one step, before anything is evicted: a tenth of a millisecond
-WALKED_UNITS = 64  # of the pool, in one step, in search of a slab whose neighbours may be had, too
+JUDGED_SLOTS = 2048  # slots looked at in one step, before any eviction: a tenth of a millisecond
+WALKED_UNITS = 64  # units looked at in one step, when also searching for a slab with neighbours that can be emptied
 _THROUGH = object()
 
 
 class Preparation:
-    """A grant under way. It is `done` once it has `grants`, an `error`, or was given up."""
+    """A grant under way. It is `done` once it has `grants` or an `error`, or was cancelled."""
 
     __slots__ = (
         "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "gave_up", "grants", "keys",
@@ -63,21 +63,21 @@ class Preparation:
         self.keys = keys
         self.lease_id = lease_id
         self.live = live
-        self.deadline = deadline  # of its lease; None: it has all its time from when it is carried out
-        self.slots = slots  # that it needs
-        self.existing = existing  # held: what it will say exists must not go for the rest of its own prefix
-        self.until_s = until_s  # with what there is by then it is carried out
+        self.deadline = deadline  # of its lease; None: its full time starts when it is carried out
+        self.slots = slots  # slots that it needs
+        self.existing = existing  # held, so they are not evicted for the rest of their own prefix
+        self.until_s = until_s  # then it is carried out with the room there is
         self.emptying: EmptyingSteps | None = None
         self.emptied: list[Emptying] = []
         self.known_busy: set[Slab] = set()
-        self.looked = False  # whether there is something of its own class that may go
-        self.sacrifices = False  # nothing else can be had: slabs with what tiers lack, too
+        self.looked = False  # it has looked for victims of its own class
+        self.sacrifices = False  # nothing else is left: also take slabs with objects that tiers lack
         self.gave_up = False  # there is nothing left to wait for
-        self.walk: Iterator[Slab | None] | None = None  # once around the pool, where the coldest slabs are busy
+        self.walk: Iterator[Slab | None] | None = None  # once around the pool, if the coldest slabs are busy
         self.grants: Grants | None = None
         self.error: CacheError | None = None
         self.cancelled = False
-        self.cleared = False  # a clear came: what was offered before it is granted nothing
+        self.cleared = False  # a clear came after the request: it is granted nothing
 
     @property
     def done(self) -> bool:
@@ -85,13 +85,13 @@ class Preparation:
 
     @property
     def slots_to_come(self) -> int:
-        """Slots that what is emptied already will make."""
+        """Slots that the units being emptied for it will give."""
         return sum(each.slots for each in self.emptied)
 
 
 class EmptyingSteps:
-    """The slabs of one run of units on their way: first all slots are judged, so that nothing is evicted in vain, then
-    all that stands in them is evicted. `sacrifices`: what a tier is still to get goes, too."""
+    """Empties the slabs of one run of units. It first judges all slots, so that nothing is evicted in vain, and then
+    evicts every object in them. `sacrifices`: also objects that a tier is still to get."""
 
     def __init__(self, residents: Residents, emptying: Emptying, namespace: int, *, sacrifices: bool) -> None:
         self.emptying = emptying
@@ -100,10 +100,10 @@ class EmptyingSteps:
         self._sacrifices = sacrifices
         self._judging = True
         self._slab = self._slot = 0
-        self.busy: Slab | None = None  # the one that something stands in that may not go
+        self.busy: Slab | None = None  # the slab with an object that must stay
 
     def step(self) -> bool | None:
-        """A bounded step. True: all is empty; False: something may not go; None: there is more to do."""
+        """Do one bounded step. True: all is empty. False: an object must stay. None: there is more to do."""
         slabs = self.emptying.slabs
         if self._slab == len(slabs):
             if not self._judging:
@@ -126,11 +126,11 @@ class EmptyingSteps:
         return None
 
     def _yields(self, item: Incarnation) -> bool:
-        """Whether nobody holds it but for a tier that is to get it, which may be in vain."""
+        """Whether nobody holds it, except a tier that is still to get it and may lose it."""
         return self._sacrifices and item.holds == 1 and self._residents.shield.covers(item)
 
     def _next(self, slab: Slab, slots: int) -> list[Incarnation]:
-        """What stands in the next slots of the slab."""
+        """The objects in the next slots of the slab."""
         some = slab.residents[self._slot : self._slot + slots]
         self._slot += slots
         if self._slot >= len(slab.residents):
@@ -139,7 +139,7 @@ class EmptyingSteps:
 
 
 class Rooms:
-    """The grants that wait. `carry_out` does one with the room that there is by then."""
+    """The grants that wait. `carry_out` does one with the room that there is then."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class Rooms:
         self.waiting: dict[Preparation, None] = {}
 
     def add(self, preparation: Preparation) -> None:
-        """It is to wait, behind those that wait already. What is there of its keys is held, as if it were promised: the
-        first of it, where the session is promised so much already."""
+        """Let it wait behind the others. Those of its keys that exist are held as if they were promised; if the session
+        has little room for promises left, only the first ones."""
         session, existing = preparation.session, preparation.existing
         account = session.accounts[Sort.PROMISED]
         preparation.existing = existing = existing[: account.take_first(existing)]
@@ -166,31 +166,32 @@ class Rooms:
         session.preparations[preparation] = None
 
     def cancel(self, preparation: Preparation) -> None:
-        """Nobody waits for it any more. What was being emptied for it is as before, less what was evicted."""
+        """Nobody waits for it any more. Units that were being emptied for it return to normal, less what was
+        evicted."""
         if not preparation.done:
             preparation.cancelled = True
             self._take_out(preparation)
             self._free(preparation)
 
     def session_ended(self, session: KernelSession) -> None:
-        """Nobody waits for what it has asked for any more."""
+        """The session has ended: cancel its waiting grants."""
         for preparation in list(session.preparations):
             self.cancel(preparation)
 
     def hurry(self) -> None:
-        """Nothing is granted any more: what waits is answered so, in the next steps."""
+        """No more grants are given: the next steps answer all that wait."""
         for preparation in self.waiting:
             preparation.until_s = float("-inf")
 
     def clear(self, namespace: int | None) -> None:
-        """What was offered for this scope (None: all) before the clear must not appear after it."""
+        """What was offered in this scope (None: all) before the clear must not appear after it."""
         for preparation in self.waiting:
             if namespace in (None, preparation.namespace):
                 preparation.cleared = True
                 preparation.until_s = float("-inf")
 
     def step(self, now: float) -> None:
-        """A bounded step for the first that waits."""
+        """Do one bounded step for the first grant in line."""
         first = next(iter(self.waiting), None)
         if first is None or (now < first.until_s and not first.gave_up and self._advance(first)):
             return
@@ -200,34 +201,34 @@ class Rooms:
         self._take_out(first)
         try:
             first.grants = self._carry_out(first, now)
-        except CacheError as error:  # the lease that it was to be a page of is gone, for instance
+        except CacheError as error:  # for instance, the lease that it should extend is gone
             first.error = error
-        except BaseException:  # a bug of ours: who waits is told of it, and nothing of the grant is left
+        except BaseException:  # a bug of ours: the waiting caller is told, and nothing of the grant is left
             first.error = CacheError("the server failed on this grant; its log has the traceback")
             raise
         finally:
             self._free(first)
 
     def _advance(self, first: Preparation) -> bool:
-        """Whether it is worth waiting for the next step. Each look at what is coldest has a step of its own, and so has
-        the last one, where the grant is carried out with too little room."""
+        """Whether it is worth waiting for the next step. Each look at the coldest objects takes a step of its own, and
+        so does the last one, which carries the grant out with too little room."""
         residents, allocator = self._residents, self._residents.allocator
         missing = first.slots - first.slots_to_come
         while first.size_class.slots_free < missing and allocator.grow(first.size_class):
-            pass  # somebody gave whole slabs back since
+            pass  # somebody has freed whole slabs meanwhile
         if first.size_class.slots_free >= missing:
             return False
         if first.emptying is not None:
             self._empty_more(first, first.emptying)
             return True
-        # Clears give more room than any eviction, and nobody misses it.
+        # Clears free more than any eviction, and cost no hit.
         if residents.clearings and self._fence.step():
             return True
         if not first.looked:
             first.looked = True
             return not make_room(residents, first.size_class, missing, first.namespace, may_wait=True)
         first.looked = False
-        # Behind what is made already there is more of an adopted pool, and it may be what can go.
+        # An adopted pool has more objects than were made so far, and those may be evictable.
         more = self._begin_emptying(first) or (residents.untouched is not None and residents.untouched.step() > 0)
         first.gave_up = not more
         return True
@@ -245,8 +246,8 @@ class Rooms:
                 first.known_busy.add(steps.busy)
 
     def _begin_emptying(self, first: Preparation) -> bool:
-        """Choose the slabs around the coldest object that stands in any that can be had; where there are none, the same
-        once more among those with what tiers lack, if that may go. False: none is left."""
+        """Choose the slabs around the coldest object in any slab that can be emptied. If there are none, try again with
+        slabs that hold objects tiers lack, if those may be evicted. False: there are none either."""
         if self._begin_coldest(first):
             return True
         shield = self._residents.shield
@@ -257,8 +258,8 @@ class Rooms:
         return True
 
     def _begin_coldest(self, first: Preparation) -> bool:
-        """All that are looked at may stand in few slabs, and something that may not go in each of these: then the slabs
-        behind them, as they lie in the pool, for they were filled in that order."""
+        """The coldest objects may all be in a few slabs, each with an object that must stay. Then try the slabs behind
+        these in the pool, because slabs were filled in that order."""
         residents, allocator = self._residents, self._residents.allocator
         mean = max(1, allocator.used_bytes // max(1, residents.objects()))
         coldest = residents.coldest(LOOK_OBJECTS_MAX * mean, LOOK_OBJECTS_MAX)
@@ -272,7 +273,7 @@ class Rooms:
             return True
         if first.walk is None:
             first.walk = allocator.slabs_from(coldest[0].slab.first_unit)
-        units = first.size_class.units_least  # so many times as many are looked at around each
+        units = first.size_class.units_least  # each look covers this many units around the slab
         for _ in range(max(1, WALKED_UNITS // units)):
             slab = next(first.walk, _THROUGH)
             if slab is _THROUGH:
@@ -288,7 +289,7 @@ class Rooms:
             return False
         run = allocator.run_around(first.size_class, slab, first.known_busy)
         if run is None:
-            first.known_busy.add(slab)  # its neighbours are busy: the same for this purpose
+            first.known_busy.add(slab)  # its neighbours are busy, which means the same here
             return False
         first.emptying = EmptyingSteps(
             self._residents,
@@ -299,18 +300,19 @@ class Rooms:
         return True
 
     def _charge(self, preparation: Preparation, sign: int) -> None:
-        """What it waits for is its tenant's from the first byte: room is made of what others have too much, then."""
+        """Charge its tenant for what it waits for from the first byte, so that other tenants' surplus is evicted for
+        it."""
         nbytes = sign * preparation.slots * preparation.size_class.slot_bytes
         self._residents.charge_bytes(preparation.namespace, nbytes)
 
     def _take_out(self, preparation: Preparation) -> None:
-        """It does not wait any more."""
+        """Take it out of the queue."""
         del self.waiting[preparation]
         del preparation.session.preparations[preparation]
         self._charge(preparation, -1)
 
     def _free(self, preparation: Preparation) -> None:
-        """What was being emptied for it, and what it held."""
+        """Release what was being emptied for it, and what it held."""
         if preparation.emptying is not None:
             self._residents.allocator.keep(preparation.emptying.emptying)
             preparation.emptying = None

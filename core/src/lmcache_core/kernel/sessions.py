@@ -1,4 +1,4 @@
-"""Sessions as the kernel knows them: who they are, whether they map the pool, what they hold."""
+"""Sessions as the kernel knows them: who they belong to, whether they map the pool, and what they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lmcache_core.kernel.rooms import Preparation
 
 SERVER_SESSION = 0  # the server's own lanes
-SERVER_UID = -1  # nobody's: a tier's overdue loads are blamed on no user
+SERVER_UID = -1  # no user's: no user is blamed for a tier's overdue loads
 
 
 class KernelSession:
@@ -27,18 +27,18 @@ class KernelSession:
 
     def __init__(self, session_id: int, uid: int, row: int, holder: str, accounts: list[Account]) -> None:
         self.id = session_id
-        self.holder = holder  # by its name in the ledger
-        self.accounts = accounts  # of the ledger, by `Sort`
+        self.holder = holder  # the holder's name in the ledger
+        self.accounts = accounts  # accounts of the ledger, by `Sort`
         self.uid = uid
         self.row = row
         self.attached = False
-        self.lost = False  # its connection ended; its death is not proven
+        self.lost = False  # its connection ended, but its death is not proven
         self.leases: dict[int, KernelLease] = {}
         self.preparations: dict[Preparation, None] = {}  # grants that wait for room
         self.quarantined_bytes = 0
 
     def may_lease(self) -> None:
-        """Raise `LimitError` at the limit of leases."""
+        """Raise `LimitError` if the session is at its limit of leases."""
         if len(self.leases) >= LEASES_PER_SESSION_MAX and self.id != SERVER_SESSION:
             raise LimitError(
                 f"session {self.id} has {len(self.leases)} open leases, the limit: commit, abort or finish some"
@@ -46,7 +46,7 @@ class KernelSession:
 
 
 class SessionBook:
-    """All sessions, by id. Session 0 is the server's own and always there."""
+    """All sessions, by id. Session 0 is the server's own and always exists."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -65,7 +65,7 @@ class SessionBook:
         self.by_id[session_id] = KernelSession(session_id, uid, row, holder, self._ledger.opened(holder))
 
     def remove(self, session: KernelSession) -> None:
-        """It has ended; what it held may be charged to its holder for some steps still."""
+        """It has ended. What it held may be charged to its holder for some steps more."""
         if self.by_id.pop(session.id, None) is not None:
             self._ledger.closed(session.holder)
 
@@ -91,6 +91,6 @@ class SessionBook:
         return session is not None and bool(session.leases or session.quarantined_bytes)
 
     def remove_if_done(self, session: KernelSession) -> None:
-        """Nothing is left to wait for of a session that was lost."""
+        """Remove a lost session that holds nothing any more."""
         if session.lost and not session.leases:
             self.remove(session)

@@ -1,7 +1,7 @@
 """The states of an incarnation, and the one table that says how it moves between them.
 
-The table feeds the code (`Residents.move` looks every step up in it), the assertion (a step that is not in it
-stops the kernel), the diagram in the docs and the test machine.
+The table drives the code (`Residents.move` looks up every step in it), the assertion (a step that is not in it stops
+the kernel), the diagram in the docs and the test machine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from lmcache_core.transitions import Transitions
 
 
 class State(IntEnum):
-    """What may be done with the bytes of one slot. The values stand in the pool's slot table."""
+    """What may be done with the bytes of one slot. The pool's slot table holds these values."""
 
-    FREE = 0  # nobody's
+    FREE = 0  # belongs to nobody
     WRITING = 1  # a session writes it under a write lease; invisible
     READY = 2  # visible, never written again
     DOOMED = 3  # out of the index, still held by readers
-    QUARANTINED = 4  # out of the index, and someone may still be writing to it
-    LOADING = 5  # a lane writes it from a tier; otherwise as WRITING
+    QUARANTINED = 4  # out of the index, but someone may still be writing to it
+    LOADING = 5  # a lane writes it from a tier; otherwise like WRITING
 
 
 class Event(IntEnum):
@@ -56,6 +56,6 @@ TRANSITIONS: Transitions[State, Event] = Transitions(
     }
 )
 
-NO_ROW = 0xFFFF  # in the place of a worker's row: the server itself, a lane, or nobody
+NO_ROW = 0xFFFF  # instead of a worker's row: the server itself, a lane, or nobody
 
-INDEXED = frozenset({State.WRITING, State.LOADING, State.READY})  # at most one incarnation of a key is in these
+INDEXED = frozenset({State.WRITING, State.LOADING, State.READY})  # a key has at most one incarnation in these

@@ -1,9 +1,9 @@
 """Tenants: groups of namespaces that share one store, each with a policy of its own, a guaranteed part and a cap.
 
-`TenantedPolicy` is an eviction policy over other ones. A store has one from the start where its settings say so, and
-gets one while it runs when the first quota is set (`Tenancy`). Then objects change hands: those of a namespace that
-gets another tenant move from policy to policy a bounded step at a time, in the order of a position that each key has,
-so that one number says of every object where it is.
+`TenantedPolicy` is an eviction policy over other policies. A store has one from the start if its settings say so;
+otherwise it gets one when the first quota is set (`Tenancy`). Then objects change owner: when a namespace gets another
+tenant, its objects move from policy to policy in bounded steps. They move in the order of a fixed position that each
+key has, so a single number tells where every object is.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Protocol
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 from lmcache_core.kernel.guard import GuardedPolicy
 
-POSITIONS = 1 << 16  # of keys, while objects change hands
-MOVED_OBJECTS = 512  # in one step: half a millisecond
+POSITIONS = 1 << 16  # positions of keys, for moving objects between tenants
+MOVED_OBJECTS = 512  # per step: half a millisecond
 OTHERS = ""  # the name of the owner of all namespaces that no tenant lists
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant has of one store, in bytes of slots or of objects on a medium. `reserved_bytes` nobody takes from
-    it while somebody has more than his part; None: an even part of what nobody has reserved. `limit_bytes` it never
-    exceeds; None: no cap."""
+    """A tenant's quota of one store, in bytes of slots or of objects on a medium. `reserved_bytes`: nobody takes these
+    while anyone is over its own share; None: an even part of what is not reserved. `limit_bytes`: never exceeded; None:
+    no cap."""
 
     reserved_bytes: int | None = None
     limit_bytes: int | None = None
@@ -34,7 +34,7 @@ class Quota:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """One tenant of one store. `name` is empty for all namespaces without a tenant."""
+    """One tenant of one store. `name` is empty for the namespaces without a tenant."""
 
     name: str
     used_bytes: int
@@ -43,21 +43,20 @@ class TenantUsage:
 
 
 class TenantWalk(Protocol):
-    """What a store does for objects that change hands."""
+    """What a store does to move objects between tenants."""
 
     def position(self, entry: Entry) -> int:
-        """A number below `POSITIONS` that the entry always has."""
+        """A number below `POSITIONS` that never changes for an entry."""
         ...
 
     def entries_from(self, namespaces: frozenset[int], low: int, objects_max: int) -> tuple[list[Entry], int]:
-        """Entries that the policy has, of these namespaces, with positions from `low` up to, not including, the number
-        given back. About `objects_max` of them."""
+        """Entries of these namespaces that the policy has, with positions from `low` up to (not including) the number
+        returned. About `objects_max` of them."""
         ...
 
 
 class Tenant:
-    """`used_bytes`: of entries, and what it is charged with besides. `share_bytes`: what it has before it is asked to
-    give."""
+    """`used_bytes`: bytes of entries and other charges. `share_bytes`: what it keeps before it must give."""
 
     __slots__ = ("name", "policy", "quota", "share_bytes", "used_bytes")
 
@@ -82,13 +81,13 @@ class Tenant:
 
     @property
     def over_bytes(self) -> int:
-        """Beyond its limit."""
+        """Bytes over its limit."""
         limit = self.quota.limit_bytes
         return 0 if limit is None else max(0, self.used_bytes - limit)
 
 
 class _Move:
-    """Objects of these namespaces go from one tenant to another. Those below `boundary` have gone."""
+    """Moves objects of these namespaces from one tenant to another. Those below `boundary` have moved."""
 
     __slots__ = ("boundary", "namespaces", "source", "target")
 
@@ -100,17 +99,17 @@ class _Move:
 
 
 class TenantedPolicy(EvictionPolicy):
-    """Whoever is fullest by its own share gives the victims: no tenant pushes out what another one's share covers.
+    """The tenant that is fullest by its own share gives the victims: nobody evicts what another tenant's share covers.
 
-    Tenants are brought down to a common fullness (used bytes ÷ share), the fullest first: those over their shares
-    give everything beyond them before any other gives a byte, and if what they have cannot go now (it is held, or still
-    being written) nobody gives: the store is answered FULL. What is being written, loaded or reserved counts as used.
-    While nobody needs room, a tenant may use more than its share, up to its limit. Within a tenant a policy of its own
-    decides. Namespaces that no tenant lists are one tenant: the others.
+    Tenants are brought down to a common fullness (used bytes ÷ share), the fullest first. Those over their shares give
+    all their surplus before any other gives a byte. If their surplus cannot be evicted now (it is held, or still being
+    written), nobody gives: the store is answered FULL. What is being written, loaded or reserved counts as used. While
+    nobody needs room, a tenant may use more than its share, up to its limit. Within a tenant, its own policy decides.
+    All namespaces that no tenant lists form one tenant: the others.
 
-    Source: our own; shares by quota as in max-min fairness (Bertsekas and Gallager, "Data networks", 1987), and
-    pools as in CacheLib (Berg et al., OSDI 2020), without its fixed split. Costs O(1) an entry and a sort of
-    the tenants (1,024 at the most) for each call of `victims`.
+    Source: our own; shares by quota as in max-min fairness (Bertsekas and Gallager, "Data networks", 1987), and pools
+    as in CacheLib (Berg et al., OSDI 2020), without its fixed split. Costs O(1) per entry, and sorting the tenants (at
+    most 1,024) for each call of `victims`.
     """
 
     wants_charges = True
@@ -121,7 +120,7 @@ class TenantedPolicy(EvictionPolicy):
         others: EvictionPolicy | None = None,
         others_quota: Quota = Quota(),
     ) -> None:
-        """`make` gives a policy for one tenant; `others` has been that of all so far."""
+        """`make` makes a policy for one tenant; `others` is the policy that had everything so far."""
         self.make = make
         self._capacity_bytes = 0
         self._others = Tenant(OTHERS, make() if others is None else others, others_quota)
@@ -129,31 +128,31 @@ class TenantedPolicy(EvictionPolicy):
         self._tenants: dict[str, Tenant] = {}
         self.owners: dict[int, Tenant] = {}
         self._move: _Move | None = None
-        self._waiting: deque[tuple[frozenset[int], Tenant]] = deque()  # moves to come: to whom
-        self.position: Callable[[Entry], int] = lambda entry: 0  # the store's, once objects may change hands
-        self.charged: Mapping[int, int] = {}  # the store's own account of what `charge` was told, by namespace
+        self._waiting: deque[tuple[frozenset[int], Tenant]] = deque()  # moves to come, each with its new owner
+        self.position: Callable[[Entry], int] = lambda entry: 0  # set to the store's before objects move
+        self.charged: Mapping[int, int] = {}  # the store's own record of `charge` calls, by namespace
         self._divide()
 
     @property
     def inner(self) -> EvictionPolicy:
-        """What orders the namespaces without a tenant."""
+        """The policy for the namespaces without a tenant."""
         return self._others.policy
 
-    # --- who there is ---------------------------------------------------------------------------------------
+    # --- the tenants ----------------------------------------------------------------------------------------
 
     def begin(self, used_bytes: int) -> None:
-        """All that the store has so far is the others': so many bytes."""
+        """Everything in the store so far, so many bytes, belongs to the others."""
         self._others.used_bytes = used_bytes
 
     def found(self, name: str, namespaces: Iterable[int], quota: Quota) -> None:
-        """A tenant of a store that has nothing of these namespaces yet."""
+        """Add a tenant to a store that has nothing of these namespaces yet."""
         tenant = self._tenants[name] = Tenant(name, self.make(), quota)
         self.owners.update(dict.fromkeys(namespaces, tenant))
         self._divide()
 
     def change(self, name: str, namespaces: frozenset[int], quota: Quota) -> None:
-        """A tenant with these namespaces, and no others, from now on. The figures hold at once; what there is of the
-        namespaces follows in steps. No namespace is another tenant's."""
+        """From now on the tenant has exactly these namespaces, none of which is another tenant's. The figures apply at
+        once; existing objects of the namespaces follow in steps."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self.make(), quota)
@@ -166,7 +165,7 @@ class TenantedPolicy(EvictionPolicy):
         self._begin_next()
 
     def remove_tenant(self, name: str) -> None:
-        """What it has is the others' again, in steps. An unknown name is no error."""
+        """Its objects go back to the others, in steps. An unknown name is no error."""
         tenant = self._tenants.pop(name, None)
         if tenant is not None:
             self._waiting.append((frozenset(self._namespaces_of(tenant)), self._others))
@@ -174,14 +173,14 @@ class TenantedPolicy(EvictionPolicy):
             self._begin_next()
 
     def _namespaces_of(self, tenant: Tenant) -> set[int]:
-        """That it has, or will have."""
+        """Namespaces that it has, or will have after the moves to come."""
         owners = dict(self.owners)
         for namespaces, target in self._waiting:
             owners.update(dict.fromkeys(namespaces, target))
         return {namespace for namespace, owner in owners.items() if owner is tenant}
 
     def tenant_of(self, namespace: int) -> str:
-        """Whose the namespace is, or is to be once what waits has moved."""
+        """The tenant that owns the namespace, or will own it after the moves to come."""
         owner = self.owners.get(namespace, self._others)
         for namespaces, target in self._waiting:
             if namespace in namespaces:
@@ -200,8 +199,8 @@ class TenantedPolicy(EvictionPolicy):
         return [*self._tenants.values(), self._others]
 
     def _divide(self) -> None:
-        """Shares: what is reserved; of the rest an even part for each tenant that has reserved nothing, up to its
-        limit, and what is left for the others."""
+        """Compute the shares. A tenant gets what it has reserved. Of the rest, each tenant without a reservation gets
+        an even part, up to its limit; what is left is the others'."""
         rest = self._capacity_bytes - sum(each.quota.reserved_bytes or 0 for each in self._tenants.values())
         unreserved = [each for each in self._tenants.values() if each.quota.reserved_bytes is None]
         part = max(0, rest) // (1 + len(unreserved))
@@ -212,7 +211,7 @@ class TenantedPolicy(EvictionPolicy):
         taken = sum(each.share_bytes for each in self._tenants.values())
         self._others.allow(fixed if fixed is not None else max(0, self._capacity_bytes - taken))
 
-    # --- objects that change hands --------------------------------------------------------------------------
+    # --- objects that change owner --------------------------------------------------------------------------
 
     @property
     def moving(self) -> bool:
@@ -220,7 +219,7 @@ class TenantedPolicy(EvictionPolicy):
         return self._move is not None or bool(self._waiting)
 
     def move_some(self, walk: TenantWalk) -> int:
-        """One bounded step; how many objects it looked at."""
+        """Do one bounded step. Returns how many objects it looked at."""
         self._begin_next()
         move = self._move
         if move is None:
@@ -228,7 +227,7 @@ class TenantedPolicy(EvictionPolicy):
         entries, high = walk.entries_from(move.namespaces, move.boundary, MOVED_OBJECTS)
         try:
             self._hand_over(entries, move.source, move.target)
-        finally:  # one whose policy fails is not tried again, or it would be for ever
+        finally:  # do not retry one whose policy fails: it would never end
             move.boundary = high
             if high >= POSITIONS:
                 self._move = None
@@ -239,8 +238,8 @@ class TenantedPolicy(EvictionPolicy):
             self._move = self._next_move()
 
     def _next_move(self) -> _Move | None:
-        """Namespaces of one owner at a time. What is charged to them goes over at once, and what comes from now on is
-        the new owner's where it stands before the boundary."""
+        """Start the next move: namespaces of one owner at a time. Their charges move at once. New objects belong to the
+        new owner if their position is below the boundary."""
         while self._waiting:
             namespaces, target = self._waiting.popleft()
             by_source: dict[Tenant, list[int]] = {}
@@ -281,15 +280,15 @@ class TenantedPolicy(EvictionPolicy):
     # --- caps -----------------------------------------------------------------------------------------------
 
     def over_limit(self, namespace: int) -> int:
-        """Bytes by which whoever owns the namespace is over its limit."""
+        """Bytes by which the namespace's owner is over its limit."""
         return self.owners.get(namespace, self._others).over_bytes
 
     def victims_of(self, namespace: int, nbytes: int) -> list[Entry]:
-        """As `victims`, of the namespace's owner alone."""
+        """As `victims`, from the namespace's owner alone."""
         return self.owners.get(namespace, self._others).policy.victims(nbytes)
 
     def excess(self, nbytes: int) -> list[Entry]:
-        """Victims of those that are over their limits, of `nbytes` or a little more."""
+        """Victims of tenants over their limits, of `nbytes` or a little more."""
         named: list[Entry] = []
         for tenant in self._tenants.values():
             if nbytes <= 0:
@@ -321,7 +320,7 @@ class TenantedPolicy(EvictionPolicy):
         self.owners.get(namespace, self._others).used_bytes += nbytes
 
     def surplus(self, nbytes: int) -> list[Entry]:
-        """Only from those that are over their shares: headroom is worth nothing that a share covers."""
+        """Only from tenants over their shares: headroom is not worth anything that a share covers."""
         return self._from(self._over(), nbytes, down_to=1.0) if nbytes > 0 else []
 
     def victims(self, nbytes: int) -> list[Entry]:
@@ -331,12 +330,12 @@ class TenantedPolicy(EvictionPolicy):
         named = self._from(over, nbytes, down_to=1.0) if over else []
         beyond = sum(tenant.used_bytes - tenant.share_bytes for tenant in over)
         if _bytes(named) >= min(nbytes, beyond):
-            # All who are over come down to their shares by that; what is missing still is everybody's.
+            # This brings all who are over down to their shares; everybody gives what is still missing.
             return self._from([t for t in self._all if t.used_bytes > 0], nbytes, down_to=0.0)
         return named
 
     def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
-        """What somebody else's share covers stays, for as long as anyone is over."""
+        """Keep what another tenant's share covers, while anyone is over its own."""
         if not self._over():
             return False
         asking = self.owners.get(namespace, self._others)
@@ -360,8 +359,8 @@ class TenantedPolicy(EvictionPolicy):
         return [tenant for tenant in self._all if tenant.used_bytes > tenant.share_bytes]
 
     def _from(self, tenants: Sequence[Tenant], nbytes: int, down_to: float) -> list[Entry]:
-        """Victims of these tenants, who come down to a common fullness, and to none below `down_to`."""
-        # Equally full tenants stand in the order of the settings, so the answer is always the same.
+        """Victims of these tenants, bringing them down to a common fullness, and none below `down_to`."""
+        # Equally full tenants keep the order of the settings, so the answer is deterministic.
         order = sorted(tenants, key=lambda tenant: tenant.fullness, reverse=True)
         most = [max(0, ceil(tenant.used_bytes - down_to * tenant.share_bytes)) for tenant in order]
         shares = _shares(order, nbytes, down_to)
@@ -373,7 +372,7 @@ class TenantedPolicy(EvictionPolicy):
             named[position] = order[position].policy.victims(min(share, missing))
             missing -= _bytes(named[position])
         if missing > 0:
-            # Someone's entries are held, or being written: the others give more than their share, the fullest first.
+            # Some entries are held, or being written: the other tenants give more than their share, the fullest first.
             for position, tenant in enumerate(order):
                 given = _bytes(named[position])
                 if given < most[position]:
@@ -395,16 +394,16 @@ class TenantedPolicy(EvictionPolicy):
 
 
 class Tenancy:
-    """The tenants of one store, from the first quota that is set there. `make` gives a policy as the store's own;
-    None: it can have no tenants. `used_bytes` and `charged` are the store's accounts: of all that it has, and of what
-    it has charged, by namespace."""
+    """The tenants of one store, from the first quota that is set there. `make` makes a policy like the store's own;
+    None: it can have no tenants. `used_bytes` and `charged` are the store's accounts: of everything that it has, and of
+    what it has charged, by namespace."""
 
     def __init__(
         self, guarded: GuardedPolicy, used_bytes: Callable[[], int], charged: Mapping[int, int], walk: TenantWalk
     ) -> None:
         self.make: Callable[[], EvictionPolicy] | None = None
-        self.working = False  # whether `step` may have something to do: plain values, for they are asked for every turn
-        self.policy: TenantedPolicy | None = None  # None: nobody is a tenant here
+        self.working = False  # whether `step` may have something to do; a plain value, because every turn asks
+        self.policy: TenantedPolicy | None = None  # None: there are no tenants
         self._guarded = guarded
         self._used_bytes = used_bytes
         self._charged = charged
@@ -438,17 +437,17 @@ class Tenancy:
         return OTHERS if self.policy is None else self.policy.tenant_of(namespace)
 
     def usage(self) -> list[TenantUsage]:
-        """Each tenant, and the others last; nothing where nobody is a tenant."""
+        """Each tenant, and the others last; empty if there are no tenants."""
         return [] if self.policy is None else self.policy.usage()
 
     def look(self) -> None:
-        """Somebody may be over a limit who could not give before."""
+        """Look again: a tenant that is over its limit may be able to give now."""
         if self.policy is not None:
             self.working = True
 
     def step(self, nbytes: int, evict: Callable[[Sequence[Entry]], int]) -> int:
-        """One bounded step: some objects change hands, and `evict` gets what is beyond limits, of `nbytes` or a little
-        more; it says how many it could evict. How many objects the step has to do with."""
+        """Do one bounded step: some objects change owner, and `evict` gets those beyond limits, `nbytes` or a little
+        more, and returns how many it could evict. Returns how many objects the step handled."""
         policy = self.policy
         if policy is None:
             self.working = False
@@ -460,11 +459,11 @@ class Tenancy:
         return moved + evicted
 
     def over_limit(self, namespace: int) -> int:
-        """Bytes by which whoever owns the namespace is over its limit."""
+        """Bytes by which the namespace's owner is over its limit."""
         return 0 if self.policy is None else self.policy.over_limit(namespace)
 
     def victims_of(self, namespace: int, nbytes: int) -> list[Entry]:
-        """Of the namespace's owner alone."""
+        """Victims from the namespace's owner alone."""
         policy = self.policy
         if policy is None:
             return []
@@ -476,7 +475,7 @@ def _bytes(entries: Iterable[Entry]) -> int:
 
 
 def _shares(order: Sequence[Tenant], nbytes: int, down_to: float) -> list[int]:
-    """Bytes that each tenant gives so that `nbytes` go and the givers end equally full, at `down_to` or above.
+    """Bytes that each tenant gives so that `nbytes` are freed and the givers end equally full, at `down_to` or above.
     `order`: fullest first."""
     givers = used = shares = 0
     level = 0.0
@@ -485,7 +484,8 @@ def _shares(order: Sequence[Tenant], nbytes: int, down_to: float) -> list[int]:
         next_level = order[givers].fullness if givers < len(order) else 0.0
         if next_level == inf:
             continue
-        # Where all givers stand once the bytes are gone; above the next tenant's level it need not give.
+        # The level of all givers once the bytes are gone. If it is above the next tenant's level, that tenant gives
+        # nothing.
         level = max(0.0, (used - nbytes) / shares) if shares else 0.0
         if level >= next_level and used >= nbytes:
             break

@@ -1,4 +1,4 @@
-"""The figures of a kernel, gathered from the parts that keep them."""
+"""The kernel's figures, gathered from the parts that keep them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def usage_of(
     ledger: Ledger,
     expiries: int,
 ) -> KernelUsage:
-    """Costs the number of sessions, classes and units, never that of objects."""
+    """Costs grow with sessions, classes and units, never with objects."""
     allocator = residents.allocator
     quarantined: Counter[str] = Counter()
     for session in sessions.by_id.values():

@@ -1,4 +1,4 @@
-"""The write side: prepare, commit, abort, and what becomes of writers who are late, cleared or dead."""
+"""The write side: prepare, commit, abort, and what happens to writers that are late, cleared or dead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXISTS, _BUSY = int(Grant.EXISTS), int(Grant.BUSY)
 
 
 def check_batch(keys: Sequence[bytes], lease: KernelLease | None) -> None:
-    """Raise `LimitError` or `UsageError` before anything has changed."""
+    """Raise `LimitError` or `UsageError` before anything changes."""
     if len(keys) > BATCH_KEYS_MAX:
         raise LimitError(f"a batch of {len(keys)} keys is over the limit of {BATCH_KEYS_MAX}: send it in pages")
     if lease is not None and len(lease.answers) + len(keys) > LEASE_KEYS_MAX:
@@ -36,11 +36,11 @@ def check_batch(keys: Sequence[bytes], lease: KernelLease | None) -> None:
 
 
 class _MustWaitError(Exception):
-    """There is room to be had, in more than one step."""
+    """Room can be made, but only in more than one step."""
 
 
 class Writing:
-    """Leases to write, of workers and of lanes."""
+    """Write leases, of workers and of lanes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Writing:
         self._releases = releases
         self._ttl_s = config.write_ttl_s
         self._layouts: dict[int, SizeClass] = {}
-        self._generation = leases.first_id - 1  # of this server's own, as ids of leases are
+        self._generation = leases.first_id - 1  # numbered by this server alone, like lease ids
         self.expiries = 0
         self.draining = False  # nothing new is granted
 
@@ -112,8 +112,8 @@ class Writing:
         wait_s: float = 0.0,
         cleared: bool = False,
     ) -> Grants | Preparation:
-        """`wait_s`: where room is to be had in more than one step, the answer is a `Preparation` that waits for it so
-        long; with 0 the keys without room are FULL. `cleared`: offered before a clear, it is granted nothing."""
+        """`wait_s`: if making room takes more than one step, the answer is a `Preparation` that waits for it this long;
+        with 0, the keys without room are FULL. `cleared`: the keys were offered before a clear, so none is granted."""
         lease = self._lease_to_extend(session, lease_id, namespace, live)
         check_batch(keys, lease)
         size_class = self._layouts.get(layout_id)
@@ -130,7 +130,7 @@ class Writing:
         statuses = bytearray(len(keys))
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
         if created:
-            # Before room is made: it is theirs from the first byte.
+            # Charged before room is made: the bytes belong to the tenant from the first one.
             residents.charge_bytes(namespace, len(created) * size_class.slot_bytes)
         if existing:
             residents.policy.access(existing[::-1])
@@ -149,7 +149,7 @@ class Writing:
                 session, namespace, layout_id, size_class, keys, lease_id, live, deadline, len(created), existing,
                 until_s,
             )  # fmt: skip
-        except BaseException:  # a policy is a plugin: its failure is this call's, and must not block these keys
+        except BaseException:  # a policy is a plugin: its failure ends this call, and must not block these keys
             self._residents.cancel_claim(created)
             raise
         residents.flush_slabs()
@@ -174,9 +174,8 @@ class Writing:
         now: float,
         wait_s: float,
     ) -> Preparation | None:
-        """Slots for those keys of a page that were answered FULL, in their own positions; `grants` says the new
-        answers. A `Preparation` for them: it is for `take_more`. Raises `LeaseExpiredError`: the page has what it
-        had."""
+        """Slots for the keys of a page that were answered FULL, at their own positions; `grants` gets the new answers.
+        If it must wait: a `Preparation` for `take_more`. Raises `LeaseExpiredError`: the page keeps what it had."""
         self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
         again = [keys[at] for at, status in enumerate(grants.statuses) if status == Grant.FULL]
         more = self.prepare(session, namespace, layout_id, again, now, 0, State.WRITING, None, wait_s)
@@ -186,7 +185,7 @@ class Writing:
         return None
 
     def take_more(self, session: KernelSession, namespace: int, grants: Grants, more: Grants, now: float) -> None:
-        """What those keys of a page that were FULL are granted now, it has in their own positions."""
+        """Give the page what was granted for its FULL keys, at their own positions."""
         lease = self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
         assert lease is not None
         again = [at for at, status in enumerate(grants.statuses) if status == Grant.FULL]
@@ -197,7 +196,7 @@ class Writing:
         grants.deadline = lease.deadline
 
     def carry_out(self, waited: Preparation, now: float) -> Grants:
-        """What one that has waited is granted, with the room that there is now."""
+        """What a preparation that has waited is granted, with the room that there is now."""
         ttl_s = None if waited.deadline is None else max(0.0, waited.deadline - now)
         grants = self.prepare(
             waited.session, waited.namespace, waited.layout_id, waited.keys, now, waited.lease_id, waited.live, ttl_s,
@@ -228,8 +227,9 @@ class Writing:
         live: State,
         statuses: bytearray,
     ) -> tuple[list[Incarnation | None], list[Incarnation], list[Incarnation]]:
-        """An incarnation for each key that is free, in the table at once: a key twice in a batch is BUSY."""
-        self._generation = generation = self._generation + 1  # one a page: no slot is granted twice in a page
+        """Make an incarnation for each key that is free, in the table at once. A key that comes twice in a batch is
+        BUSY."""
+        self._generation = generation = self._generation + 1  # one per page: no slot is granted twice in a page
         nbytes = size_class.slot_bytes
         shards, mask, new = table.shards, table.mask, Incarnation.__new__
         entries: list[Incarnation | None] = []
@@ -262,8 +262,8 @@ class Writing:
         return entries, created, existing
 
     def _refusal(self, session: KernelSession, size_class: SizeClass) -> Grant | None:
-        """Why nothing of this size is granted to the session, however much room could be made. Nothing is evicted for
-        what is refused so."""
+        """Why the session gets nothing of this size, however much room could be made. Nothing is evicted for a refused
+        request."""
         if self.draining:
             return Grant.DRAINING
         if not self._residents.allocator.fits(size_class):
@@ -278,21 +278,21 @@ class Writing:
         *,
         may_wait: bool,
     ) -> tuple[Grant, int]:
-        """Slots for as many as there is room for, first to last; what to answer the others. With `may_wait` it raises
-        `_MustWaitError` where more is to be had."""
+        """Place as many as there is room for, first to last. Returns the answer for the others. With `may_wait` it
+        raises `_MustWaitError` if more room can be made."""
         allocator = self._residents.allocator
-        if not created:  # all of it is beyond its tenant's limit
+        if not created:  # all of it is over its tenant's limit
             return Grant.FULL, 0
-        # Placed before anything is evicted: a slab that is emptied must know all that stands in it.
+        # Placed before any eviction: a slab that is being emptied must know everything in it.
         placed = allocator.place(size_class, created)
         if placed < len(created):
             if allocator.warming:
                 return Grant.WARMING, placed
-            # What this call says exists must not be what is evicted for the rest of its own prefix.
+            # Keys that this call reports as existing must not be evicted for the rest of their own prefix.
             self._residents.hold(existing)
             try:
                 missing, namespace = len(created) - placed, created[0].namespace
-                # What a clear left gives more room than any eviction, and nobody misses it: it is waited for.
+                # A clear leaves more room than any eviction, and costs no hit: wait for it.
                 enough = not (may_wait and self._residents.clearings) and make_room(
                     self._residents, size_class, missing, namespace, may_wait=may_wait
                 )
@@ -312,11 +312,11 @@ class Writing:
         entries: list[Incarnation | None],
         statuses: bytearray,
     ) -> None:
-        """What would be beyond its tenant's limit takes the place of what the tenant has, or is refused."""
+        """What is over its tenant's limit replaces the tenant's own objects, or is refused."""
         residents = self._residents
         if not residents.tenancy.over_limit(namespace):
             return
-        # As in `_place`: what this call says exists is the tenant's coldest, perhaps.
+        # As in `_place`: keys that this call reports as existing may be the tenant's coldest.
         residents.hold(existing)
         try:
             fit = residents.keep_limit(
@@ -353,7 +353,7 @@ class Writing:
         entries: list[Incarnation | None],
         granted: int,
     ) -> KernelLease:
-        """Add the page to its lease. Also one that grants nothing: positions count through all pages."""
+        """Add the page to its lease, even if it grants nothing: positions count through all pages."""
         leases = self._leases
         if lease is None:
             ttl_s = self._ttl_s if ttl_s is None else ttl_s
@@ -364,7 +364,7 @@ class Writing:
             else:
                 leases.remember(lease)
         else:
-            leases.renew(lease, now)  # a page is a sign of life
+            leases.renew(lease, now)  # a page shows that the writer lives
             leases.extend(lease, entries, granted)
         return lease
 
@@ -380,7 +380,7 @@ class Writing:
     ) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
         if lease.expired:
-            # The owner has answered, so the slots are free; what it wrote is nobody's.
+            # The owner has answered, so the slots are free; nobody gets what it wrote.
             self._abort(lease, positions, Reason.NONE)
             raise self._leases.refusal(
                 f"write lease {lease_id:#x} expired before its commit; its keys were not stored: store them again"
@@ -419,7 +419,7 @@ class Writing:
         return lease.answered(positions)
 
     def abort_lease(self, lease: KernelLease, reason: Reason) -> None:
-        """The owner has answered for all of it, or is dead: it is settled now, and `Releases` takes the slots back."""
+        """The owner has answered for all of it, or is dead. It is settled now; `Releases` takes the slots back."""
         if lease.pending:
             self._quarantine.charge(lease, -lease.charged_bytes)
             self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
@@ -461,9 +461,9 @@ def _note_checksums(
     positions: Sequence[int] | None,
     checksums: Sequence[int | None],
 ) -> None:
-    """`written` stood at `where` in the lease, `checksums` belong to `positions`: some of these were settled before."""
+    """`written` stood at `where` in the lease; `checksums` belong to `positions`. Some of these were settled before."""
     if len(where) < len(checksums):
         of_position = dict(zip(range(len(checksums)) if positions is None else positions, checksums, strict=True))
         checksums = [of_position[at] for at in where]
     for item, checksum in zip(written, checksums, strict=True):
-        item.checksum = checksum or None  # 0 says on the wire that it is not known
+        item.checksum = checksum or None  # on the wire, 0 means unknown
