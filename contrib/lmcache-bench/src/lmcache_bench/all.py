@@ -1,6 +1,6 @@
-"""Runs all benches several times, one after the other, and writes the results as one page to share. Each bench runs in
-a separate process. Each round runs all of them before any runs again, so that other work of some minutes shows as
-spread, and not as one slow bench.
+"""Runs all benches several times and writes the results as one page to share. Each bench runs in a separate process.
+Each round runs all of them before any runs again, so that a few minutes of other work show up as spread, not as one
+slow bench.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lmcache_core.errors import UsageError
 if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
-# An engine needs vLLM or transformers, and more time than all others together; a peer is installed first.
+# An engine needs vLLM or transformers, and more time than all the others together; a peer has to be installed first.
 NOT_BY_DEFAULT = ("all", "engine", "peer")
 TIMEOUT_S = 1800.0  # for one bench
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a bench, of all rounds. `spread`: from the least to the greatest of what is compared, the ratio
-    where there is a floor and else the value."""
+    """One figure of a bench, over all rounds. `spread`: the lowest and highest of what is compared, the ratio if there
+    is a floor, else the value."""
 
     bench: str
     name: str
@@ -74,7 +74,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
     names = options.benches or [name for name in BENCHES if name not in NOT_BY_DEFAULT]
     if options.peer:
-        lmcache_python(tell)  # fail before hours have gone into the others
+        lmcache_python(tell)  # fail before the others have run for hours
         names = [*names, *({"peer"} - {*names})]
     options.report.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
@@ -121,7 +121,7 @@ def _run_one(name: str, *, quick: bool) -> dict[str, Any] | str:
 
 
 def figures_of(bench: str, rounds: Sequence[Sequence[dict[str, Any]]]) -> list[Figure]:
-    """The median of each figure over all rounds that have it, in the order of the first; and of a median, whether it
+    """The median of each figure over all rounds that have it, in the order of the first round; and whether that median
     meets the target."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for results in rounds:

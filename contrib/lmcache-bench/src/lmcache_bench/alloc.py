@@ -1,12 +1,11 @@
 """`lmcache-core bench alloc`: slots allocated and freed, from a thousand to a million residents.
 
-First the allocator alone, then the whole kernel around it: leases, index, policy and marks are part of what a slot
-costs. No memory of a pool is touched, so a million residents need no pool of that size.
+First the allocator alone, then the whole kernel around it: leases, index, policy and marks are part of a slot's cost.
+No pool memory is touched, so a million residents need no pool of that size.
 
 All times are CPU time of the thread: the kernel never waits, and delays by other processes on a shared machine (4 ms at
-a time) are not its stalls. In a 95 % full area slots are freed oldest first, as eviction does. The rows that say
-"scattered" free random slots of the whole area instead: each of them is a walk through cold memory, so they have no
-target.
+a time) are not its stalls. In a 95 % full area slots are freed oldest first, as eviction does. The rows named
+"scattered" free random slots of the whole area instead: each of them is a cache miss, so they have no target.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ UNIFORM = (64 << 10,)
 MIXED = (64 << 10, 96 << 10, 160 << 10, 1 << 20)
 RESIDENTS = (1_000, 10_000, 100_000, 1_000_000)
 FULL = 0.95  # share of the slots in use in the "95 % full" rows
-TARGET_US = 1.0  # an object, allocate and free together, in batches
+TARGET_US = 1.0  # per object, allocate and free together, in batches
 TARGET_HEAP_BYTES = 400
-FLAT = 2.0  # the largest against the best: caches are left behind on the way, and machines are shared
+FLAT = 2.0  # the largest ÷ the best: working sets outgrow the caches on the way, and machines are shared
 SESSION, NAMESPACE = 1, 1
 
 
@@ -57,7 +56,7 @@ class Timing:
         return sum(self.seconds) / self.objects * 1e6
 
     def quantile_us(self, share: float) -> float:
-        """Of whole batches, for one object of them."""
+        """Of whole batches, per object."""
         ordered = sorted(self.seconds)
         per_batch = ordered[min(len(ordered) - 1, int(share * len(ordered)))]
         return per_batch / (self.objects / len(ordered)) * 1e6
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace, bench: Bench) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """As the server runs: no full collection walks the residents."""
+    """As in the server: no full collection scans the residents."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
@@ -120,7 +119,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _slots(count: int, sizes: Sequence[int], fill: float, rounds: int, scattered: random.Random | None) -> Timing:
-    """Batches taken and given back in an area of `count` slots, of which `fill` are in use all the time."""
+    """Batches allocated and freed in an area of `count` slots, of which `fill` are always in use."""
     per_size = max(1, count // len(sizes))
     unit_bytes = slab_bytes_for(sum(sizes) * per_size)
     area = sum(-(-size * per_size // unit_bytes) + 1 for size in sizes) * unit_bytes
@@ -149,7 +148,7 @@ def _slots(count: int, sizes: Sequence[int], fill: float, rounds: int, scattered
 
 
 def _leaving(resident: list[Incarnation], turn: int, batch: int, scattered: random.Random | None) -> list[int]:
-    """Which of the residents go: the oldest (each turn's batch takes the place of the one before), or by lot."""
+    """Which residents to free: the oldest (each turn's batch takes the place of the previous one), or random ones."""
     if not resident:
         return []
     if scattered is not None:
@@ -203,7 +202,7 @@ def _fill(kernel: Kernel, count: int) -> None:
 
 
 def _whole_kernel(bench: Bench, count: int, rounds: int) -> None:
-    """The cost of a key with `count` residents: stored when something must be evicted first, and read."""
+    """The cost per key with `count` residents: a store that must first evict, and a read."""
     kernel = _kernel(count)
     batch = min(BATCH_KEYS, count // 2)
     with _without_collector():
@@ -252,7 +251,7 @@ def _drop(kernel: Kernel, keys: Sequence[bytes]) -> None:
 
 
 def _heap_bytes(count: int) -> float:
-    """Heap that a resident costs, key, index, list links and slot bookkeeping included."""
+    """Heap per resident, including key, index, list links and slot bookkeeping."""
     kernel = _kernel(count)
     with _without_collector():
         tracemalloc.start()

@@ -1,6 +1,6 @@
 """`lmcache-core bench clear`: what a clear of everything costs its caller, and what other clients notice. Objects are
-one page and their bytes are not touched: only their number counts. The pool takes 4 GiB of memory, with --quick 400
-MiB.
+one page, and their bytes are not touched: only their number counts. The pool takes 4 GiB of memory, 400 MiB with
+--quick.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ P99_MS_MAX, LONGEST_MS_MAX = 5.0, 20.0
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """None of its own."""
+    """No options of its own."""
 
 
 def run(options: Namespace, bench: Bench) -> None:
@@ -65,7 +65,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def _pool_bytes(objects: int) -> int:
-    """Room for all, to the last slab."""
+    """Room for all objects, in whole slabs."""
     return objects * PAGE_BYTES + SLAB_BYTES * 4
 
 

@@ -48,11 +48,11 @@ RATIO_MIN = {
     "retrieve": {"64 KiB": 0.85, "1 MiB": 0.95, "4 MiB": 0.95, "16 MiB": 0.95},
 }
 CHECKSUM_RATIO_MIN = 0.9
-TWO_THREADS_RATIO_MIN = 1.5  # of one, where cores are free
+TWO_THREADS_RATIO_MIN = 1.5  # times one thread, if cores are free
 FIRST_RATIO_MIN = 0.8
-IN_PLACE_RATIO_MIN = 0.9  # with checksums, of without
-BATCH_BYTES = 64 * MIB  # twice the last cache of the machines that this was written on
-SETS = 2  # batches of sources and targets that take turns, so that none is in a cache when its turn comes
+IN_PLACE_RATIO_MIN = 0.9  # with checksums ÷ without
+BATCH_BYTES = 64 * MIB  # twice the last-level cache of the machines that this was written on
+SETS = 2  # batches of sources and targets that alternate, so that none is still in a cache
 REST_S = 0.005  # before each copy: torch's threads spin for some ms after one, and a time slice may be used up
 SINGLE_OBJECTS = 4  # stored and retrieved alone in one round
 
@@ -61,7 +61,7 @@ class Pass(NamedTuple):
     """One batch: its keys and its buffers."""
 
     keys: list[bytes]
-    buffers: Sequence[Any]  # what the client is given: memoryviews or tensors
+    buffers: Sequence[Any]  # what the client gets: memoryviews or tensors
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 class _Buffers:
-    """The caller's memory: written once, so that every page of it is there."""
+    """The caller's memory: written once, so that every page is populated."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, SETS * BATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -123,7 +123,7 @@ class _Buffers:
         return [self._view[at : at + nbytes] for at in range(first, first + BATCH_BYTES, nbytes)]
 
     def close(self) -> None:
-        """Drop our own view; the memory goes with the last one."""
+        """Drop our own view; the memory is freed with the last one."""
         self._view.release()
 
 
@@ -265,7 +265,7 @@ def _torch_copies(targets: Sequence[memoryview], sources: Sequence[memoryview], 
 
 
 def _alone(nbytes: int) -> dict[str, Copies]:
-    """What ours copies by, in three ways."""
+    """Our own copy, in three variants."""
 
     def way(threads: int, checksums: bool) -> Copies:
         def prepare(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Callable[[], object]:
@@ -281,7 +281,7 @@ def _alone(nbytes: int) -> dict[str, Copies]:
 
 
 def _first(buffers: _Buffers, bench: Bench, pools: Iterable[bool]) -> None:
-    """What a worker's very first store reaches, beside later ones into the same pool."""
+    """The speed of a worker's very first store, beside later ones into the same pool."""
     size = "1 MiB"
     first: list[float] = []
     warm: list[float] = []
@@ -304,7 +304,7 @@ def _first(buffers: _Buffers, bench: Bench, pools: Iterable[bool]) -> None:
 
 
 def _single(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: Iterable[bool]) -> None:
-    """One object a call: two round trips for one copy. No target."""
+    """One object per call: two round trips for one copy. No target."""
     layout = Layout("uint8", (SIZES[size],))
     namespace = Names(f"bench {size}", layout)
     times_s: dict[str, list[float]] = {"store": [], "retrieve": [], "bare store": [], "bare retrieve": []}
@@ -329,8 +329,8 @@ def _single(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: 
 
 
 def _in_place(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: Iterable[bool]) -> None:
-    """`prepare_store`, plain copies into the slots and `commit`: without checksums, with those that `commit` takes,
-    and with one bare read of all bytes in their stead."""
+    """`prepare_store`, plain copies into the slots and `commit`: without checksums, with those that `commit` computes,
+    and with one bare read of all bytes instead."""
     layout = Layout("uint8", (SIZES[size],))
     namespace = Names(f"bench {size}", layout)
     batches = cycle([buffers.batch(number, layout.nbytes) for number in range(SETS)])
@@ -375,7 +375,7 @@ _memchr.restype, _memchr.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_
 
 
 def _read_pass(address: int, nbytes: int) -> None:
-    """All these bytes, at the speed of the libc: none of them is 0."""
+    """Read all these bytes at the speed of libc: none of them is 0."""
     if _memchr(address, 0, nbytes) is not None:
         raise PoolError("the bench has read something else than what it wrote")
 

@@ -1,4 +1,4 @@
-"""Bare echo servers: the cost of a round trip over a socket without any work at the far end."""
+"""Bare echo servers: the cost of a round trip over a socket with no work at the far end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Echo(ABC):
 
     @abstractmethod
     def receive(self) -> None:
-        """Wait for one to come back."""
+        """Wait for the reply."""
 
     @abstractmethod
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
     def call(self, frame: bytes) -> None:
         """One round trip."""
@@ -46,14 +46,14 @@ class SeqpacketEcho(Echo):
 
     @classmethod
     def connect(cls, path: str) -> SeqpacketEcho:
-        """To `serve_seqpacket`."""
+        """Connect to `serve_seqpacket`."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect(path)
         return cls(sock)
 
     @classmethod
     def pair(cls) -> SeqpacketEcho:
-        """To a thread of this process, as embedded mode has it."""
+        """Connect to a thread of this process, as in embedded mode."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         threading.Thread(target=_echo_packets, args=(theirs,), daemon=True).start()
         return cls(ours)
@@ -94,7 +94,7 @@ class ZmqEcho(Echo):
 
 
 def serve_seqpacket(ready: Connection, path: str) -> None:
-    """In a process of its own: a thread for each client, blocking. Ends with `ready`'s far end."""
+    """In its own process: a blocking thread per client. Ends when the far end of `ready` closes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen()
@@ -103,7 +103,7 @@ def serve_seqpacket(ready: Connection, path: str) -> None:
 
 
 def serve_zmq(ready: Connection, address: str, keys: Path | None) -> None:
-    """In a process of its own: a bare ROUTER, with CURVE where keys are given. Says its address."""
+    """In its own process: a bare ROUTER, with CURVE if keys are given. Sends its address."""
     import zmq
 
     context = zmq.Context()
@@ -139,7 +139,7 @@ def _stay(ready: Connection, address: str) -> None:
     ready.send(address)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         ready.recv()
-    os._exit(0)  # its threads are blocked in calls that only this ends
+    os._exit(0)  # its threads block in calls that nothing else ends
 
 
 def _curve(sock: Any, secret_file: Path) -> None:

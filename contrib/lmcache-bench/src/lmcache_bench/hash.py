@@ -1,8 +1,8 @@
-"""`lmcache-core bench hash`: the keys of a long prompt, whatever holds its tokens.
+"""`lmcache-core bench hash`: the keys of a long prompt, for each type that can hold its tokens.
 
-The floor is the C extension's own loop over ids that lie ready as 32-bit words, with no key made into an object:
-what SHA-256 costs on this processor. hashlib called from Python, one chunk at a time over the same words, is what the
-keys cost without the extension. All ways take turns, and the median round counts.
+The floor is the C extension's own loop over ids that are already 32-bit words, without making key objects: the cost of
+SHA-256 on this processor. hashlib called from Python, chunk by chunk over the same words, is the cost without the
+extension. All variants take turns, and the median round counts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 TOKENS = 131_072
 VOCABULARY = 128_256
-HASHING, CALLING = 256, 16  # tokens a chunk where the hashing costs most, and where calls from Python do
-TARGET_RATIO = 1.3  # to the floor, in chunks of HASHING
-TARGET_RATIO_LIST = 1.6  # its ids are objects all over the heap: walking them is memory's work, not ours
-TARGET_FASTER = 5.0  # as hashlib from Python, in chunks of CALLING
+HASHING, CALLING = 256, 16  # tokens per chunk: where hashing dominates, and where calls from Python do
+TARGET_RATIO = 1.3  # times the floor, in chunks of HASHING
+TARGET_RATIO_LIST = 1.6  # its ids are objects all over the heap: reading them is bound by memory, not by our code
+TARGET_FASTER = 5.0  # times as fast as hashlib from Python, in chunks of CALLING
 BLOCK_HASHES = 8_192
 
 Way = Callable[[], object]
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, bench: Bench) -> None:
-    """Record every holder at each chunk size."""
+    """Record every token type at each chunk size."""
     chance = random.Random(options.seed)
     ids = [chance.randrange(VOCABULARY) for _ in range(options.tokens)]
     namespace = Namespace("bench", Layout("uint8", (1,)))
@@ -122,7 +122,7 @@ def _block_hashes(bench: Bench, chance: random.Random, namespace: Namespace, rou
 
 
 def _turns(ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Median seconds of each, all of them run in turn."""
+    """Median seconds of each variant; they take turns."""
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 2):
         for name, way in ways.items():

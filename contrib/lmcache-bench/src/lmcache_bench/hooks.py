@@ -47,7 +47,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def _best_ns(call: Callable[[], object], seconds: float) -> float:
-    """Nanoseconds a call, the best of many batches: what the code costs, not what else the machine did."""
+    """Nanoseconds per call, the best of many batches: the cost of the code, without the machine's other work."""
     best = float("inf")
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

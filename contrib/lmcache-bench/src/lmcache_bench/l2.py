@@ -1,12 +1,12 @@
 """`lmcache-core bench l2`: a tier against plain files of the same sizes, in the same run.
 
 Stores go through the object format and its checksum into the adapter; the floor is `open` and `write` of the same
-bytes, with neither. Loads come back into the pool and are verified; the floor is `readinto` with the same checksum,
-and the bare read stands beside it. Objects go in batches, as lanes send them; both sides take turns batch by batch,
-and medians are compared. What was stored is deleted before the medium begins to write it back: that would slow
-whoever happens to run at the time.
+bytes, without either. Loads come back into the pool and are verified; the floor is `readinto` with the same checksum,
+and the bare read is shown beside it. Objects go in batches, as lanes send them; both sides take turns batch by batch,
+and medians are compared. Stored objects are deleted before the medium begins its write-back, which would slow whichever
+side runs at the time.
 
-With `--tier mock` it is measured instead what a tier that is slow, hung or busy costs everyone else.
+With `--tier mock` it measures what a tier that is slow, hung or busy costs everyone else.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 SUMMARY = "a tier against plain files of the same sizes"
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
-TARGET_BYTES_MIN = 1 << 20  # below it the calls cost more than the bytes
+TARGET_BYTES_MIN = 1 << 20  # below it calls cost more than bytes
 STORE_TARGET = 0.7
 LOAD_TARGET = 0.8
-BATCH_BYTES = 32 << 20  # beyond the processor's caches
+BATCH_BYTES = 32 << 20  # larger than the processor's caches
 BATCH_MAX = 64
 ROUNDS = 21
 ROUNDS_QUICK = 7
@@ -70,8 +70,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """Record every size; of the mock tier, what it costs others. Raises `SettingsError` for what the adapter needs and
-    was not given."""
+    """Record every size; for the mock tier, its cost for others. Raises `SettingsError` if the adapter lacks a
+    setting."""
     from pydantic import ValidationError
 
     try:
@@ -102,7 +102,7 @@ def _run(options: Namespace, bench: Bench) -> None:
 
 
 def _bench_of_package(adapter: str) -> Any:
-    """The module `bench` beside an adapter's factory, if there is one: `run(options, bench)`, options as here."""
+    """The module `bench` next to an adapter's factory, if there is one: `run(options, bench)`, options as here."""
     from lmcache_core.plugins.components import Kind
     from lmcache_core.plugins.loader import load_plugins
 
@@ -132,7 +132,7 @@ def _adapter(options: Namespace, folder: Path) -> L2Adapter:
 
 
 def _refused(tier: str, error: ValidationError) -> str:
-    """What is missing or wrong, and how it is said. No value is repeated: it may be a secret."""
+    """What is missing or wrong, and how to set it. Values are not repeated: they may be secrets."""
     wrong = [
         (".".join(map(str, each["loc"])) or "its settings", each["type"], each["msg"])
         for each in error.errors(include_input=False, include_url=False, include_context=False)
@@ -206,10 +206,10 @@ class _Sides:
 
 def _measure(adapter: L2Adapter, folder: Path, nbytes: int, quick: bool) -> _Times:
     sides, times = _Sides(adapter, folder, nbytes), _Times()
-    sides.store()  # folders, connections and scratch are made by the first
+    sides.store()  # the first run creates folders, connections and scratch
     sides.delete()
     for turn in range(ROUNDS_QUICK if quick else ROUNDS):
-        # Who goes first takes turns too: the second finds other free pages.
+        # The sides also alternate in who goes first: the second finds different free pages.
         pairs = [(sides.store, times.store), (sides.write, times.write)]
         for call, seconds in pairs if turn % 2 else reversed(pairs):
             seconds.append(_seconds(call) / sides.count)
@@ -253,7 +253,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def _pool(nbytes: int) -> memoryview:
-    """Memory as a slot has it: page-aligned, and populated."""
+    """Memory like a slot's: page-aligned, and populated."""
     region = memoryview(mmap.mmap(-1, nbytes))
     region[:] = bytes(nbytes)
     return region

@@ -1,10 +1,10 @@
-"""`lmcache-core bench lookup`: what it costs to find hits, in a small index and in a very large one.
+"""`lmcache-core bench lookup`: the cost of finding hits, in a small index and in a very large one.
 
-One call of the index for 512 keys stands beside 512 lookups in a Python dict with the same keys. In a large index each
-key is a cache miss or two, whoever looks; there the floor is the loop in C alone, over keys in a row, with no Python
-object in sight. All ways take turns, and the median round counts.
+One call of the index for 512 keys is compared with 512 lookups in a Python dict of the same keys. In a large index each
+key costs a cache miss or two in any implementation; there the floor is the bare loop in C over consecutive keys,
+without Python objects. All variants take turns, and the median round counts.
 
-Last comes the client: `lookup` by the index, and the same by a call to a server process.
+Last comes the client: `lookup` through the index, and through a call to a server process.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SMALL_ENTRIES = 1 << 14
 LARGE_ENTRIES, QUICK_ENTRIES = 1 << 24, 1 << 20
 TARGET_US = 8.0  # 512 hits, one call
 TARGET_OF_DICT = 0.5
-TARGET_OF_LOOP = 1.3  # in the large index
-SAMPLE_KEYS = 1 << 20  # looked up in the large index: their lines are more than the caches hold
+TARGET_OF_LOOP = 1.3  # for the large index
+SAMPLE_KEYS = 1 << 20  # looked up in the large index: their cache lines exceed the caches
 SLICES = 16
-FILL_KEYS = 1 << 16  # published with one call
+FILL_KEYS = 1 << 16  # published by one call
 EPOCH, NAMESPACE, LAYOUT, SERVING = 1, 1, 1, 8
 POOL_BYTES = 64 << 20
 OBJECT = Layout("uint8", (PAGE_BYTES,))
@@ -110,7 +110,7 @@ def _split(row: bytes) -> list[bytes]:
 
 
 def _small(bench: Bench, chance: random.Random) -> None:
-    """Everything in the caches: what the code itself costs."""
+    """Everything in the caches: the cost of the code itself."""
     index, offset = _index(SMALL_ENTRIES)
     with closing(index):
         row = chance.randbytes(BATCH_KEYS * KEY_BYTES)
@@ -138,7 +138,7 @@ def _small(bench: Bench, chance: random.Random) -> None:
 
 
 def _large(bench: Bench, chance: random.Random, entries: int) -> None:
-    """Half full, and every key of the sample a line that no cache has."""
+    """Half full, and every key of the sample is a cache miss."""
     try:
         index, offset = _index(entries)
     except NotEnoughMemoryError as error:
@@ -156,9 +156,9 @@ def _large(bench: Bench, chance: random.Random, entries: int) -> None:
 
 
 def _through_the_sample(index: Index, row: bytes, passes: int) -> tuple[float, float]:
-    """Seconds for 512 keys, by the loop in C and by calls. Each is always half a sample ahead of the other, so that
-    neither finds in the caches what the other one fetched. The keys of a call are objects just made, as they are when
-    they have just been derived from a prompt."""
+    """Seconds for 512 keys, by the loop in C and by calls. The two are always half a sample apart, so that neither
+    finds in the caches what the other fetched. The keys of a call are new objects, as when they have just been derived
+    from a prompt."""
     count = len(row) // KEY_BYTES // SLICES // BATCH_KEYS * BATCH_KEYS
     step = BATCH_KEYS * KEY_BYTES
     slices = [row[at * count * KEY_BYTES : (at + 1) * count * KEY_BYTES] for at in range(SLICES)]
@@ -206,7 +206,7 @@ def _client(bench: Bench) -> None:
 
 
 def _turns(ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Median seconds of each, all of them run in turn."""
+    """Median seconds of each variant; they take turns."""
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 2):
         for name, way in ways.items():

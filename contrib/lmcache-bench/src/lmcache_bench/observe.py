@@ -42,7 +42,7 @@ class Effort(NamedTuple):
     """How long to measure."""
 
     rounds: int
-    noops: int  # in a round
+    noops: int  # per round
     stores: int
 
 
@@ -148,7 +148,7 @@ class _Taking(BaseHTTPRequestHandler):
 
 
 def _collect(connection: Connection) -> None:
-    """A worker process: a collector that takes everything. Says its address."""
+    """A worker process: a collector that accepts everything. Sends its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Taking) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         connection.send(f"http://127.0.0.1:{server.server_port}")
@@ -158,7 +158,7 @@ def _collect(connection: Connection) -> None:
 
 
 def _scrape(connection: Connection, name: str, runtime_dir: Any) -> None:
-    """A worker process: makes the text of metrics once a second, as a scraper's helper does."""
+    """A worker process: renders the metrics once a second, as a scraper's helper does."""
     from lmcache_core.client.client import Client
     from lmcache_core.observe.exposition import text_of
 

@@ -1,12 +1,12 @@
 """`lmcache-core bench pages`: an engine's pages stored and retrieved, against bare strided copies of the same pages.
 
-The memory is that of an engine: a region for each layer, pages at a stride, ids in no order. The floor copies the same
-pages between the same memory and the same slots of the pool, whose addresses it knows beforehand, by one thread: page
-by page (`memmove`, numpy), or a region at a time (numpy's and torch's own indexing); the best counts. Ours pays for
-keys, checks, leases and calls on top, and a store computes its checksums. `alone` is the extension's plain copy of all
-these pages in one call into C, with nothing around it. `CPU` is the time of this process's threads, and the floor the
-best of the same copies by it: the clock also counts how long a call waits for its slice. Batches are larger than the
-caches, memory is written before anything is timed, and the two sides take turns.
+The memory is laid out as in an engine: a region per layer, pages at a stride, ids in random order. The floor copies the
+same pages between the same memory and the same slots of the pool, with known addresses, on one thread: page by page
+(`memmove`, numpy), or a region at a time (numpy's and torch's own indexing); the best counts. Ours also pays for keys,
+checks, leases and calls, and a store computes its checksums. `alone` is only the extension's copy of all these pages,
+in one call into C. `CPU` is the CPU time of this process's threads, with the best bare copy by CPU time as the floor:
+wall time also counts the wait for a time slice. Batches are larger than the caches, memory is written before anything
+is timed, and the two sides take turns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "4 MiB": 4 * MIB, "16 MiB": 16 * MIB}
 RATIO_MIN = {"64 KiB": 0.6, "1 MiB": 0.9, "4 MiB": 0.9, "16 MiB": 0.9}
 LAYERS = 16
-BATCH_BYTES = 64 * MIB  # twice the last cache of the machines that this was written on
-SPARE = 2  # pages for each that a batch uses: two batches take turns, and ids lie apart
+BATCH_BYTES = 64 * MIB  # twice the last-level cache of the machines that this was written on
+SPARE = 2  # pages for each page of a batch: two batches alternate, and ids are spread out
 REST_S = 0.005  # before each copy: torch's threads spin for some ms after one, and a time slice may be used up
 
 
@@ -56,7 +56,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """Each size, each way."""
+    """Each size, each variant."""
     if find_spec("numpy") is None:
         raise UsageError("bench pages needs numpy: pip install numpy")
     rounds, count = Rounds(quick=bench.quick), 4 if bench.quick else 21
@@ -73,14 +73,14 @@ def _most(threads: CopyThreads) -> int:
 
 
 class Took(NamedTuple):
-    """One batch: by the clock, and of this process's threads."""
+    """One batch: wall time, and CPU time of this process's threads."""
 
     wall_s: float
     cpu_s: float
 
 
 Prepare = Callable[[Any, Any], dict[str, Callable[[], object]]]
-"""From slots and page ids to what is timed: "store" and "retrieve"."""
+"""From slots and page ids to the functions to time: "store" and "retrieve"."""
 
 
 class _Engine:
@@ -95,7 +95,7 @@ class _Engine:
         self.page_bytes = SIZES[size] // LAYERS
         self.objects = BATCH_BYTES // SIZES[size]
         pages = SPARE * self.objects
-        stride = self.page_bytes + 4 * KIB  # as where a state is smaller than its block
+        stride = self.page_bytes + 4 * KIB  # as when a state is smaller than its block
         self.memory = np.full((LAYERS, pages, stride), 0xA5, np.uint8)
         self.namespace = Names(f"bench pages {size}", Layout("uint8", (SIZES[size],)))
         regions = [Region(self.memory[layer], 0, self.page_bytes, stride, pages) for layer in range(LAYERS)]
@@ -114,7 +114,7 @@ class _Engine:
             self._alone["as many threads"] = partial(self._native, threads)
 
     def record(self, bench: Bench, rounds: Iterable[bool]) -> None:
-        """`store SIZE`, `retrieve SIZE`, and what they copy by alone, in GB/s; and their CPU time in s/GB."""
+        """`store SIZE`, `retrieve SIZE`, and the bare copy of each (alone), in GB/s; and their CPU time in s/GB."""
         times: dict[str, dict[str, list[Took]]] = {"store": {}, "retrieve": {}}
         for number, counts in enumerate(rounds):
             for name, prepare in {**self._copies, **self._alone}.items():
@@ -157,7 +157,7 @@ class _Engine:
         return took
 
     def _pairs(self, slots: Sequence[memoryview], ids: Any) -> tuple[array[int], array[int]]:
-        """Where each part of a slot lies, and the page that belongs to it."""
+        """The address of each part of a slot, and of its page."""
         inside, outside = array("Q"), array("Q")
         for slot, page in zip(map(address_of, slots), ids, strict=True):
             for layer in range(LAYERS):
@@ -202,7 +202,7 @@ class _Engine:
         return {"store": store, "retrieve": retrieve}
 
     def _numpy_regions(self, slots: Sequence[memoryview], ids: Any) -> dict[str, Callable[[], object]]:
-        """Where slots lie at a stride of their own, and so mostly in a row: one indexed copy a region."""
+        """If slots are at a fixed stride, mostly consecutive: one indexed copy per region."""
         import numpy as np
 
         grid = self._grid(slots)
@@ -241,7 +241,7 @@ class _Engine:
         return {"store": store, "retrieve": retrieve}
 
     def _grid(self, slots: Sequence[memoryview]) -> Any:
-        """All slots as one buffer, if they lie in a row."""
+        """All slots as one buffer, if they are consecutive."""
         first, nbytes = address_of(slots[0]), SIZES[self.size]
         if any(address_of(slot) != first + at * nbytes for at, slot in enumerate(slots)):
             return None
@@ -261,7 +261,7 @@ def _rate(times: Sequence[Took]) -> float:
 
 
 def _cpu(times: Sequence[Took]) -> float:
-    """Seconds a GB."""
+    """Seconds per GB."""
     return median(took.cpu_s for took in times) / BATCH_BYTES * 1e9
 
 

@@ -1,8 +1,8 @@
-"""Small differences on a noisy machine: two variants in ABBA order, and how far the median of their ratios may be off.
+"""Small differences on a noisy machine: two variants in ABBA order, and the uncertainty of the median of their ratios.
 Medians of two separate series differ by some per cent even for equal variants. Consecutive measurements see the same
 state of the machine, so each pair gives one ratio; the order alternates from pair to pair, so that trends affect both.
-The interval is a bootstrap's: the pairs drawn again, with replacement, many times. What the machine adds by itself is
-measured the same way, by pairs of one way and itself.
+The interval is a bootstrap's: the pairs are drawn again, with replacement, many times. The machine's own noise is
+measured in the same way, by pairs of a variant with itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 DRAWS = 4000
 OUTSIDE = 0.05  # of the draws, half of them on each side
-NOISE_MAX = 1.02  # a way against itself
+NOISE_MAX = 1.02  # for a variant with itself
 
 
 class Interval(NamedTuple):
-    """The median of some ratios, and the interval that holds 95 % of what the bootstrap drew."""
+    """The median of some ratios, and the interval that contains 95 % of the bootstrap's medians."""
 
     low: float
     middle: float
@@ -26,18 +26,18 @@ class Interval(NamedTuple):
 
     @property
     def too_noisy(self) -> bool:
-        """Of a way against itself: whether the machine alone moves the bound by more than a target can bear."""
+        """For a variant with itself: whether noise alone moves the bound by more than a target can bear."""
         return max(self.high, 1 / self.low) > NOISE_MAX
 
 
 def abba(pairs: int) -> Iterator[tuple[bool, bool]]:
-    """For each pair, whether its first and its second measurement are of the second way: A B, B A, A B, …"""
+    """For each pair, whether its first and its second measurement are of the second variant: A B, B A, A B, …"""
     for number in range(pairs):
         yield (False, True) if number % 2 == 0 else (True, False)
 
 
 def ratios(measure: Callable[[bool], float], pairs: int) -> list[float]:
-    """`measure(True)` ÷ `measure(False)` of each pair, in seconds or whatever it gives."""
+    """`measure(True)` ÷ `measure(False)` of each pair, in seconds or any other unit."""
     found = []
     for order in abba(pairs):
         took = {second: measure(second) for second in order}

@@ -1,4 +1,4 @@
-"""What the package adds to lmcache-core: the benches. Their summaries are here, so that `--help` imports none."""
+"""What this package adds to lmcache-core: the benches. Their summaries are here, so that `--help` imports no bench."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BENCHES: dict[str, str] = {
 
 @hookimpl
 def lmcache_plugin_info() -> PluginInfo:
-    """The generation of hooks that this was written for."""
+    """The hook API that this was written for."""
     return PluginInfo(api=1, summary="the benches of lmcache-core")
 
 
 @hookimpl
 def lmcache_add_commands(benches: _SubParsersAction[Any]) -> None:
-    """Add the benches; none is imported before it is chosen."""
+    """Add the benches; each is imported only when chosen."""
     from lmcache_core.cli.bench import add_bench
 
     for name, summary in BENCHES.items():

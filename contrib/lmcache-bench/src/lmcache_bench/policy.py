@@ -1,4 +1,4 @@
-"""`lmcache-core bench policy`: the cost of an eviction policy for each entry, by the number of residents."""
+"""`lmcache-core bench policy`: the cost per entry of each eviction policy, by the number of residents."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ RESIDENTS = (1_000, 10_000, 100_000, 1_000_000)
 RESIDENTS_QUICK = (1_000, 100_000)
 BATCH_ENTRIES = 64  # what one request brings
 BATCHES = 600
-NAMESPACES = 4  # so that `isolated` has tenants to tell apart
-GROWTH_MAX = 3.0  # cost at the most residents ÷ cost at the fewest: cache misses, and nothing that counts residents
+NAMESPACES = 4  # so that `isolated` has several tenants
+GROWTH_MAX = 3.0  # cost at the most residents ÷ at the fewest: allows cache misses, not work that grows with residents
 WITH_SETTINGS: dict[str, dict[str, Any]] = {
     "isolated": {"tenants": {f"t{n}": {"namespaces": [n], "quota_bytes": 1000 * (n + 1)} for n in range(NAMESPACES)}}
 }
 
 
 class _Costs(NamedTuple):
-    """Medians in µs an entry."""
+    """Medians in µs per entry."""
 
     insert: float
     access: float
@@ -51,7 +51,7 @@ def add_options(parser: ArgumentParser) -> None:
 def run(options: Namespace, bench: Bench) -> None:
     """Record insert, access, evict and hold for each policy and each number of residents, and their sum.
 
-    The sum's floor is the same policy's at the fewest residents: the ratio is what the residents cost.
+    The floor of the sum is the same policy at the fewest residents: the ratio is the cost of more residents.
     """
     from lmcache_core.plugins.loader import load_plugins
 
@@ -71,7 +71,7 @@ def run(options: Namespace, bench: Bench) -> None:
             costs = _measure(policy, residents)
             for operation, cost in costs._asdict().items():
                 bench.record(f"{name} {operation}, {residents:,} residents", cost, "us")
-            # One operation may be a single memory access, which costs more in a million objects than in a
+            # One operation may be a single memory access, which costs more among a million objects than among a
             # thousand, whatever the policy does; the life of an entry shows what the policy adds.
             bench.record(
                 f"{name} life of an entry, {residents:,} residents",
@@ -122,7 +122,7 @@ def _evict(policy: EvictionPolicy) -> None:
 
 
 def _timed(call: Callable[[Any], None], argument: Any) -> float:
-    """Seconds that one call took."""
+    """Seconds of one call."""
     begun = perf_counter()
     call(argument)
     return perf_counter() - begun
@@ -135,7 +135,7 @@ def _batches(entries: Sequence[SimulatedEntry]) -> Iterator[Sequence[SimulatedEn
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """As in the server: the collector does not walk what is resident."""
+    """As in the server: the collector does not scan the residents."""
     gc.collect()
     gc.disable()
     try:

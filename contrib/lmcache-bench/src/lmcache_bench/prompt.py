@@ -1,12 +1,12 @@
-"""`lmcache-core bench prompt`: the KV of a long prompt, stored and retrieved by workers at once.
+"""`lmcache-core bench prompt`: the KV of a long prompt, stored and retrieved by several workers at once.
 
-The field's own case: 131,072 tokens of 70 KB each, in chunks of 256 tokens, scaled down to the memory that there is
-(the record says to how many tokens). With n workers each holds 1/n of every token, as ranks of one engine do, so the
-bytes are the same for any n; every worker has a process of its own.
+The common benchmark case: 131,072 tokens of 70 KB each, in chunks of 256 tokens, scaled down to the available memory
+(the record says to how many tokens). With n workers each holds 1/n of every token, like the ranks of one engine, so the
+bytes are the same for any n; every worker is a separate process.
 
-The floor is what moves such tensors between processes without a pool: pickle over ZMQ. A server process keeps what it
-unpickled, and pickles it again for whoever asks. Both sides move the same bytes from and to the same buffers, and take
-turns.
+The floor is the usual way to move such tensors between processes without a pool: pickle over ZMQ. A server process
+keeps what it unpickled, and pickles it again on request. Both sides move the same bytes from and to the same buffers,
+and take turns.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
 TOKENS = 131_072
-TOKEN_BYTES = 70_000  # of all layers, in two bytes an item: divisible among four workers
+TOKEN_BYTES = 70_000  # of all layers, two bytes per item: divisible by four workers
 WORKERS = (1, 2, 4)
-MEMORY_FRACTION = 0.2  # of what is available: the pool, and as much again at the far end of the floor
-RING_BYTES = 256 << 20  # buffers of all workers together: more than the caches hold, less than a prompt
+MEMORY_FRACTION = 0.2  # of the available memory: for the pool, and as much again for the floor's server
+RING_BYTES = 256 << 20  # buffers of all workers together: larger than the caches, smaller than a prompt
 QUICK_TOKENS = 2_048
 MINIMUM_TOKENS = 4 * CHUNK_TOKENS
 ITEM_BYTES = 2  # bfloat16, as engines keep it
 
 
 class Share(NamedTuple):
-    """What one worker moves."""
+    """One worker's share."""
 
     shard: int
     shards: int
@@ -59,13 +59,13 @@ class Share(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Of one chunk's part."""
+        """Of one worker's part of a chunk."""
         if find_spec("torch"):
             return Layout("bfloat16", (CHUNK_TOKENS, TOKEN_BYTES // ITEM_BYTES // self.shards))
         return Layout("uint8", (CHUNK_TOKENS * TOKEN_BYTES // self.shards,))
 
     def keys(self, turn: int) -> list[bytes]:
-        """One for each chunk; other ones in every turn."""
+        """One per chunk; different in every turn."""
         return [
             hashlib.sha256(f"{turn} {self.shard}/{self.shards} {chunk}".encode()).digest()
             for chunk in range(self.chunks)
@@ -83,7 +83,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """`store` and `retrieve` for each number of workers, in GB/s of all of them together."""
+    """`store` and `retrieve` for each number of workers, in GB/s of all workers together."""
     tokens = _tokens(options.tokens, quick=bench.quick)
     chunks = tokens // CHUNK_TOKENS
     rounds, most = Rounds(quick=bench.quick), 3 if bench.quick else 5
@@ -103,7 +103,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def _tokens(asked: int | None, *, quick: bool) -> int:
-    """How many tokens fit, in whole chunks. Raises `NotEnoughMemoryError` where hardly any do."""
+    """How many tokens fit, in whole chunks. Raises `NotEnoughMemoryError` if hardly any do."""
     from lmcache_core.pool.backing import Backing
     from lmcache_core.pool.room import room
 
@@ -132,7 +132,7 @@ def _pool_bytes(chunks: int) -> int:
 def _measure(
     server: ServerProcess, workers: Sequence[WorkerProcess], chunks: int, rounds: Iterable[bool]
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each round, by side and group: of the worker that took longest."""
+    """Seconds of each round, by side and group: of the slowest worker."""
     times: dict[tuple[str, str], list[float]] = {
         (side, group): [] for side in ("ours", "pickle") for group in ("store", "retrieve")
     }
@@ -159,7 +159,7 @@ def _at_once(workers: Sequence[WorkerProcess], side: str, order: str, turn: int)
 
 
 def _worker(connection: Connection, name: str, runtime_dir: Path, floor: Path) -> None:
-    """A worker process: moves its share as it is told, and says how many seconds that took."""
+    """A worker process: moves its share on request, and reports the seconds."""
     sides: dict[str, _Ours | _Pickled] = {}
     share = Share(0, 1, 0)
     with Client.connect(name, runtime_dir=runtime_dir) as client:
@@ -178,7 +178,7 @@ def _worker(connection: Connection, name: str, runtime_dir: Path, floor: Path) -
 
 
 def _buffers(share: Share) -> list[Any]:
-    """One for each chunk, out of a ring: tensors where torch is there, else memoryviews. Every page is there."""
+    """One per chunk, from a ring: tensors if torch is installed, else memoryviews. Every page is populated."""
     nbytes = share.layout.nbytes
     ring = min(share.chunks, max(2, RING_BYTES // share.shards // nbytes))
     memory = mmap.mmap(-1, ring * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -209,7 +209,7 @@ class _Ours:
 
 
 class _Pickled:
-    """The floor's client: one message a chunk, each side pickling what it sends."""
+    """The floor's client: one message per chunk; each side pickles what it sends."""
 
     def __init__(self, floor: Path) -> None:
         import zmq
@@ -220,14 +220,14 @@ class _Pickled:
         self.buffers: Sequence[Any] = ()
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Every chunk, then wait for every answer."""
+        """Send every chunk, then wait for every answer."""
         for key, buffer in zip(keys, self.buffers, strict=True):
             value = bytes(buffer) if isinstance(buffer, memoryview) else buffer
             self._socket.send(pickle.dumps(("store", key, value), 5), copy=False)
             self._socket.recv()
 
     def retrieve(self, keys: Sequence[bytes]) -> None:
-        """Every chunk, into its buffer."""
+        """Receive every chunk into its buffer."""
         for key, buffer in zip(keys, self.buffers, strict=True):
             self._socket.send(pickle.dumps(("retrieve", key, None), 5))
             found = pickle.loads(self._socket.recv(copy=False).buffer)
@@ -237,7 +237,7 @@ class _Pickled:
                 buffer.copy_(found)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """So that the next turn finds the memory free."""
+        """Free the memory for the next turn."""
         for key in keys:
             self._socket.send(pickle.dumps(("forget", key, None), 5))
             self._socket.recv()
@@ -245,7 +245,7 @@ class _Pickled:
 
 @contextmanager
 def _pickler() -> Iterator[Path]:
-    """The floor's server, at a socket in a private directory: it unpickles only what this bench sends."""
+    """The floor's server, on a socket in a private directory: it unpickles only what this bench sends."""
     from pathlib import Path
 
     with temporary_directory() as directory:
@@ -255,7 +255,7 @@ def _pickler() -> Iterator[Path]:
 
 
 def _serve_pickled(connection: Connection, path: Path) -> None:
-    """A process: keeps objects, until its parent hangs up."""
+    """A process: keeps objects until its parent disconnects."""
     import zmq
 
     router: Any = zmq.Context.instance().socket(zmq.ROUTER)
@@ -269,7 +269,7 @@ def _serve_pickled(connection: Connection, path: Path) -> None:
     while True:
         ready = dict(poller.poll())
         if connection.fileno() in ready:
-            os._exit(0)  # nothing is left to be done, and sockets would be waited for
+            os._exit(0)  # nothing is left to do, and a normal exit would wait for sockets
         sender, message = router.recv_multipart(copy=False)
         order, key, value = pickle.loads(message.buffer)
         answer: Any = None

@@ -1,4 +1,4 @@
-"""The page of all benches: one self-contained HTML file, the same in Markdown, pictures, figures."""
+"""The page of all benches: one self-contained HTML file, the same in Markdown, pictures, and figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_report(
 
 
 def facts_of(machine: Mapping[str, Any], figures: Sequence[Figure], *, quick: bool) -> list[str]:
-    """What has to be known to read the figures."""
+    """What a reader must know to interpret the figures."""
     rounds = max((figure.rounds for figure in figures), default=0)
     return [
         f"{machine.get('cpu', 'unknown processor')}, {machine.get('cores', '?')} cores, "
@@ -126,8 +126,8 @@ def _html(
 
 
 def picture(bench: str, figures: Sequence[Figure]) -> str:
-    """The figures that have a floor: a dot where the ratio is, a line from its least to its greatest, a mark at the
-    target, on a scale of logarithms around the floor. Empty where none has one."""
+    """The figures that have a floor: a dot at the ratio, a line from its lowest to its highest, a mark at the target,
+    on a logarithmic scale around the floor. Empty if none has a floor."""
     drawn = [figure for figure in figures if figure.ratio]
     if not drawn:
         return ""

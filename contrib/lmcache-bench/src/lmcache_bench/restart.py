@@ -1,13 +1,13 @@
-"""How soon a restarted server serves hits from the pool of the one before it.
+"""How soon a restarted server serves hits from its predecessor's pool.
 
 A first process fills a pool with objects of 4 KiB, each with its slot, its entry in the index and its bytes, and is
-killed. Then a second one, with everything imported, is told to start. The clock runs from that process's call of
-`Server(…)` (locks, header, validation of tables and index in C, kernel, sockets) to the moment when a new client in a
-third process, which connects and maps the pool once the server says that it serves, holds the bytes of an object.
-Starting Python and its imports is not in it, nor the pause after which a client that lost its server tries again.
+killed. Then a second one, with all imports done, is told to start. The clock runs from that process's call of
+`Server(…)` (locks, header, validation of tables and index in C, kernel, sockets) until a new client in a third process,
+which connects and maps the pool once the server says that it serves, has the bytes of an object. It does not include
+starting Python and its imports, or the pause before a client that lost its server reconnects.
 
-While the objects are made in the background, another client asks all the time: its longest call is what a turn of the
-loop costs others at most, with all that a busy machine adds.
+While the objects are made in the background, another client sends requests all the time: its longest call is the most
+that a turn of the loop costs others, including the noise of a busy machine.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _said(child: subprocess.Popen[str], word: str) -> str:
 
 
 def _key(number: int) -> bytes:
-    # As keys are: digests. Counters fill the kernel's 256 dictionaries so evenly that all grow in the same step.
+    # Digests, like real keys. Counters fill the kernel's 256 dictionaries so evenly that all grow in the same step.
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
@@ -140,7 +140,7 @@ def _content(key: bytes) -> bytes:
 
 
 def _settings(name: str, directory: Path, objects: int) -> Settings:
-    size_bytes = objects * 4096 * 5 // 4 >> 21 << 21  # below the watermark, or the trimmer would be measured, too
+    size_bytes = objects * 4096 * 5 // 4 >> 21 << 21  # below the watermark: otherwise the trimmer would be measured too
     entries = 1 << max(12, (2 * objects - 1).bit_length())
     l1 = {"size_bytes": size_bytes, "index_entries": entries, "watermark": 0.9}
     return make_settings(name=name, runtime_dir=str(directory), state_dir=str(directory / "state"), l1=l1)

@@ -1,4 +1,4 @@
-"""Every way to a server that a bench measures, each beside a bare echo over the same kind of socket."""
+"""Every route to a server that a bench measures, each with a bare echo over the same kind of socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CARRIERS = ("lifeline", "zmq ipc", "zmq tcp", "embedded")
 
 
 class Route(ABC):
-    """One carrier: how to reach the server, and its bare counterpart."""
+    """One carrier: how to reach the server, and its echo."""
 
     carrier: str
 
@@ -38,7 +38,7 @@ class Route(ABC):
 
 @dataclass(frozen=True)
 class ProcessRoute(Route):
-    """To a server process; may be handed to a worker process."""
+    """To a server process; can be sent to a worker process."""
 
     carrier: str
     name: str
@@ -63,7 +63,7 @@ class ProcessRoute(Route):
 
 @dataclass(frozen=True)
 class EmbeddedRoute(Route):
-    """To a server on a thread of this process; its echo is a thread, too."""
+    """To a server on a thread of this process; its echo is also a thread."""
 
     server: Server
     carrier: str = "embedded"
@@ -108,7 +108,7 @@ def _process_route(carrier: str, server: ServerProcess, stack: ExitStack) -> Pro
 
 @contextmanager
 def embedded_server(size_bytes: int) -> Iterator[Server]:
-    """A populated server in this process, under a name and in a directory of its own."""
+    """A populated server in this process, with its own name and directory."""
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.server.server import Server
     from lmcache_core.settings.compose import make_settings

@@ -1,11 +1,10 @@
-"""`lmcache-core bench rpc`: what a call costs on each carrier, and the calls of the two phases without any copy.
+"""`lmcache-core bench rpc`: the cost of a call on each carrier, and of the two-phase calls without any copy.
 
-A round trip stands beside that of a bare echo over the same kind of socket: Python at both ends, blocking, in a
-process of its own (in embedded mode, on a thread of its own). The two take turns, so that what else the machine
-does hits both.
+A round trip is compared with that of a bare echo over the same kind of socket: Python at both ends, blocking, in its
+own process (in embedded mode, on its own thread). The two take turns, so that other work on the machine affects both.
 
-Objects are one page, committed without checksums: no byte of them is touched, so their size does not matter. What a
-checksum at commit costs says `bench copy`.
+Objects are one page, committed without checksums: none of their bytes are touched, so their size does not matter.
+`bench copy` shows the cost of a checksum at commit.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ CPU_BATCH, CPU_STORES = 512, 32
 MILLION = 1_000_000
 
 NOOP_RATIO_MAX = 2.0
-STORE_FREE_MS_MAX, STORE_FULL_MS_MAX, RETRIEVE_MS_MAX = 2.5, 4.0, 1.5  # of 512 keys, both calls
+STORE_FREE_MS_MAX, STORE_FULL_MS_MAX, RETRIEVE_MS_MAX = 2.5, 4.0, 1.5  # for 512 keys, both calls
 TARGET_BATCH = 512
-CPU_US_MAX = 5.0  # a key, both calls of a store
-HITS_CPU_MS_MAX = 100.0  # of the server's CPU for a million hits: by calls it is a second
+CPU_US_MAX = 5.0  # per key, both calls of a store
+HITS_CPU_MS_MAX = 100.0  # of the server's CPU for a million hits: with calls it takes a second
 BESIDE_P99_MS_MAX = 5.0
 
 
@@ -61,8 +60,8 @@ class Effort(NamedTuple):
     """How long to measure."""
 
     rounds: int
-    calls: int  # in a round of round trips
-    seconds: float  # of a round of calls a second
+    calls: int  # per round of round trips
+    seconds: float  # per round of calls a second
     hits: int
     beside_s: float
 
@@ -78,7 +77,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """All records, carrier by carrier; what needs a full pool comes last."""
+    """All records, carrier by carrier; those that need a full pool come last."""
     groups: dict[str, Callable[[_Run, Route], None]] = {
         "noop": _noop,
         "calls": _calls,
@@ -114,7 +113,7 @@ class _Run(NamedTuple):
 
 
 def _worker(connection: Connection) -> None:
-    """A worker process: does what it is asked for."""
+    """A worker process: runs the requested functions."""
     for what, *arguments in orders(connection):
         connection.send(_call_for(*arguments) if what == "call" else _store_for(connection, *arguments))
 
@@ -169,7 +168,7 @@ def _calls(run: _Run, route: Route) -> None:
 
 
 def _rate(run: _Run, route: Route, clients: int, bare: bool) -> list[float]:
-    """Calls a second of all clients together: of our server, or of the bare echo."""
+    """Calls per second of all clients together: of our server, or of the bare echo."""
     seconds = run.effort.seconds
     if isinstance(route, EmbeddedRoute):
         with ThreadPoolExecutor(clients) as pool:
@@ -180,7 +179,7 @@ def _rate(run: _Run, route: Route, clients: int, bare: bool) -> list[float]:
 
 
 def _call_for(route: Route, bare: bool, seconds: float) -> float:
-    """Calls a second of one client with `IN_FLIGHT` under way."""
+    """Calls per second of one client with `IN_FLIGHT` outstanding."""
     if bare:
         frame = encode(Noop(1))
         with closing(route.echo()) as echo:
@@ -242,7 +241,7 @@ def _record_ms(run: _Run, name: str, times_ms: Sequence[float], count: int, targ
 
 
 def _cpu(run: _Run, route: Route) -> None:
-    """What the server's process works for a key. In embedded mode that is the client's process too: not told apart."""
+    """The server process's CPU time per key. In embedded mode that includes the client: they share the process."""
     if isinstance(route, EmbeddedRoute):
         return
     with route.client() as client:
@@ -261,8 +260,8 @@ def _cpu(run: _Run, route: Route) -> None:
 
 
 def _hits(run: _Run, route: Route) -> None:
-    """What the server's process works for objects that workers read: found by the index, and by calls. What it works in
-    the same time when nobody does anything is taken off both."""
+    """The server process's CPU time for objects that workers read, found through the index and by calls. Its idle CPU
+    time over the same period is subtracted from both."""
     if isinstance(route, EmbeddedRoute):
         return
     keys = _fresh_keys(CPU_BATCH)
@@ -293,7 +292,7 @@ def _beside(run: _Run, route: Route) -> None:
     if isinstance(route, EmbeddedRoute):
         return
     storer = run.workers[0]
-    storer.ask(("store", route, run.effort.beside_s + 0.5))  # its answer: it has begun
+    storer.ask(("store", route, run.effort.beside_s + 0.5))  # its answer means that it has begun
     times_us: list[float] = []
     with route.client() as client:
         until_s = time.monotonic() + run.effort.beside_s
@@ -307,10 +306,10 @@ def _beside(run: _Run, route: Route) -> None:
 
 
 def _store_for(connection: Connection, route: Route, seconds: float) -> int:
-    """Store large batches into a full pool. Says when it begins; how many it stored."""
+    """Store large batches into a full pool. Sends a message when it begins; returns how many it stored."""
     with route.client() as client:
         _fill(client)
-        # More keys than the pool holds: when a batch's turn comes again, it was evicted.
+        # More keys than the pool holds: by a batch's next turn it has been evicted.
         batches = [_fresh_keys(LARGE_BATCH) for _ in range(2 * POOL_BYTES // PAGE_BYTES // LARGE_BATCH)]
         connection.send("begun")
         until_s, stores = time.monotonic() + seconds, 0
@@ -347,7 +346,7 @@ def _expect(statuses: Sequence[Status], wanted: Status, word: str) -> None:
 
 
 def _fill(client: Client) -> None:
-    """Until every further key costs an eviction."""
+    """Store until every further key costs an eviction."""
     for _ in range(POOL_BYTES // PAGE_BYTES // LARGE_BATCH + 1):
         _store_ms(client, _fresh_keys(LARGE_BATCH))
 

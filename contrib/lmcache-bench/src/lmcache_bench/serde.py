@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 SUMMARY = "codec chains against a plain copy of the same bytes"
 
 OURS = {"fp8": "lmcache-fp8", "zstd": "lmcache-compress", "lz4": "lmcache-compress", "aesgcm": "lmcache-crypto"}
-CHAINS = ("fp8,zstd", "zstd,aesgcm", "fp8,zstd,aesgcm")  # measured where all of their serdes are installed
-OBJECTS = 16  # with their targets four times the cache of a large server core's share: nothing stays in it
+CHAINS = ("fp8,zstd", "zstd,aesgcm", "fp8,zstd,aesgcm")  # measured if all their serdes are installed
+OBJECTS = 16  # with their targets, four times the cache share of a large server core: nothing stays cached
 ROUNDS = 7
 ROUNDS_QUICK = 3
 SHAPE, AXES = (2, 4, 256, 8, 128), "KLTHD"  # 8 MiB of bf16: 256 tokens of four layers
-ENCODE_TARGETS = {"fp8": 0.35}  # of a plain copy
+ENCODE_TARGETS = {"fp8": 0.35}  # of the speed of a plain copy
 DECODE_TARGETS = {"fp8": 0.5}
-GIL_TARGET = 0.9  # of a call: keeping the GIL comes to 0.97; letting go of it to 0.3, or 0.7 on a busy machine
+GIL_TARGET = 0.9  # of a call: 0.97 if the GIL is kept; 0.3 if it is released, or 0.7 on a busy machine
 GIL_S = 0.3
-STEP_S = 5e-5  # as short as the kernel sleeps
+STEP_S = 5e-5  # the kernel's shortest sleep
 SWITCH_INTERVAL_S = 1e-4  # the server's
 
 
@@ -66,7 +66,7 @@ def run(options: Namespace, bench: Bench) -> None:
         bench.step(name)
         chain = _chain(registry, name)
         if chain.is_identity:
-            continue  # nothing is done: the object's own bytes go to the tier
+            continue  # nothing to measure: the object's own bytes go to the tier
         measured = _measure(chain, objects, ROUNDS_QUICK if bench.quick else ROUNDS)
         rates = (("encode", measured.encode_s, ENCODE_TARGETS), ("decode", measured.decode_s, DECODE_TARGETS))
         for way, seconds, targets in rates:
@@ -109,7 +109,7 @@ def _chain(registry: Registry, names: str) -> CodecChain:
 
 
 class _Objects:
-    """Sources and targets, out of the processor's cache and populated."""
+    """Sources and targets, larger than the processor's cache, and populated."""
 
     def __init__(self, layout: Layout) -> None:
         from lmcache_core.tiers.object.format import SERDE_KEY_BYTES
@@ -123,8 +123,8 @@ class _Objects:
 
 
 def _normal_bf16(count: int) -> bytes:
-    """bf16 of a normal distribution, by drawing from a table of its quantiles: no numpy is needed, and exponents
-    and mantissas are distributed as in KV."""
+    """bf16 of a normal distribution, drawn from a table of its quantiles: needs no numpy, and exponents and mantissas
+    are distributed as in KV."""
     distribution = NormalDist()
     quantiles = array.array("f", (distribution.inv_cdf((i + 0.5) / 65536) for i in range(65536)))
     words = [word >> 16 for word in memoryview(quantiles).cast("B").cast("I")]
@@ -143,7 +143,7 @@ def _filled(data: bytes) -> memoryview:
 
 @dataclass
 class _Measured:
-    """Seconds for all objects, the best of the rounds; bytes of one encoded object."""
+    """Seconds for all objects (the best round), and bytes of one encoded object."""
 
     copy_s: float
     encode_s: float
@@ -249,8 +249,8 @@ def _held_share(chain: CodecChain, objects: _Objects) -> float:
 
 
 def _standstills(done: threading.Event) -> list[tuple[float, float]]:
-    """The times between two steps of this thread, until `done`. It sleeps in between, as the server's loop does:
-    a sleeper gets its processor back at once even where the lane has none to itself, and then needs only the GIL."""
+    """The times between two steps of this thread, until `done`. It sleeps in between, as the server's loop does: a
+    thread that wakes gets its processor at once even if the lane has no free one, and then needs only the GIL."""
     stops = []
     last = perf_counter()
     while not done.is_set():

@@ -1,7 +1,7 @@
 """`lmcache-core bench l2 --tier mock`: what a tier in trouble, or a busy one, costs all other calls.
 
-Servers with and without the tier run side by side, and turns are taken: a ratio compares the same second on the same
-machine. The tier is the mock one, so that "a hundred times too slow" and "hung" are exact.
+Servers with and without the tier run side by side and take turns, so that a ratio compares the same second on the same
+machine. It is the mock tier, so that "a hundred times too slow" and "hung" are exact.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ NOOP_P99_MS = 2.0
 TIER_OBJECTS = 100_000
 TIER_OBJECTS_QUICK = 20_000
 SERVING_S = 1.0
-SLOW_BYTES_S = "8MiB"  # the stores of the bench arrive at 100 times that and more
-HEALTHY_S = 60.0  # a safety net: what is waited for takes seconds
+SLOW_BYTES_S = "8MiB"  # the bench stores at least 100 times as fast
+HEALTHY_S = 60.0  # a safety net: normally seconds
 
 
 class TierServer(ServerProcess):
-    """A bench server with settings of its own."""
+    """A bench server with its own settings."""
 
     def __init__(self, *, populated: bool = True, **settings: str) -> None:
         super().__init__(POOL_BYTES, ready_populated=populated)
@@ -54,7 +54,7 @@ class TierServer(ServerProcess):
 
 
 def run(bench: Bench) -> None:
-    """Record everything that a tier could cost."""
+    """Record every cost of a tier."""
     bench.steps(5)
     with TierServer() as bare:
         bench.step("stores with a tier that is 100 times too slow")
@@ -114,7 +114,7 @@ def _lookups(bench: Bench, bare: TierServer) -> None:
             for client in (one, two):
                 lease = client.prepare_store(keys, namespace=NAMESPACE)
                 lease.commit()
-            two.lookup([os.urandom(32)], namespace=NAMESPACE)  # its lanes are stuck from now on
+            two.lookup([os.urandom(32)], namespace=NAMESPACE)  # its lanes hang from now on
             times: dict[Client, list[float]] = {one: [], two: []}
             for number in range(count):
                 for client in (one, two) if number % 2 else (two, one):
@@ -132,7 +132,7 @@ def _lookups(bench: Bench, bare: TierServer) -> None:
 
 
 def _work(connection: Connection, name: str, runtime_dir: str) -> None:
-    """A worker that stores to the tier and loads from it without a pause, from one message to the next."""
+    """A worker that stores to the tier and loads from it without pauses."""
     from lmcache_core.client.client import Client
 
     source = [os.urandom(OBJECT_BYTES) for _ in range(64)]
@@ -142,7 +142,7 @@ def _work(connection: Connection, name: str, runtime_dir: str) -> None:
             while not connection.poll():
                 keys = [os.urandom(32) for _ in source]
                 client.store(keys, source, namespace=NAMESPACE)
-                # Not often: a status costs the loop as much as fifty noops, and it is the tier that is measured.
+                # Rarely: a status costs the loop as much as fifty noops, and the tier is to be measured.
                 _until(lambda: not _pending(client), pause_s=0.01)
                 client.clear(NAMESPACE)
                 moved += client.lookup(keys, namespace=NAMESPACE, wait_s=10).hits
@@ -166,10 +166,10 @@ def _noop(bench: Bench, bare: TierServer) -> None:
                 start = time.perf_counter()
                 each.noop()
                 times[each].append(time.perf_counter() - start)
-                time.sleep(0.0005)  # as scattered requests come: a tight loop would measure its own queue
+                time.sleep(0.0005)  # like scattered requests: a tight loop would measure its own queue
         moved = worker.ask("stop")
         took_s = time.monotonic() - began
-    # The floor is an idle server's noop in the same moments: what the machine's other work costs anybody.
+    # The floor is an idle server's noop at the same moments: the cost of the machine's other work.
     bench.record(
         "noop p99 while a tier stores and loads", _p99(times[client]) * 1e3, "ms", floor=_p99(times[other]) * 1e3,
         target=NOOP_P99_MS, target_on="value",
@@ -257,7 +257,7 @@ def _pending(client: Client) -> bool:
 
 
 def _loop_cpu_s(server: ServerProcess) -> float:
-    """CPU seconds of the server's loop, which is its main thread: the lanes' are not counted."""
+    """CPU seconds of the server's loop, its main thread, without the lanes."""
     return int(Path(f"/proc/{server.pid}/task/{server.pid}/schedstat").read_text().split()[0]) / 1e9
 
 

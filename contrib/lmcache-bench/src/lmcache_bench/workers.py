@@ -1,4 +1,4 @@
-"""Workers of a bench, each in an interpreter of its own, and the end of a bench that is interrupted."""
+"""Worker processes of a bench, and the cleanup of a bench that is interrupted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lmcache_core.errors import DisconnectedError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-REPLY_S = 300.0  # a safety net: what a worker is asked for takes seconds
+REPLY_S = 300.0  # a safety net: a worker's tasks take seconds
 
 
 class WorkerProcess:
-    """A fresh interpreter that runs `target(connection, *arguments)`. It says one thing once it is ready."""
+    """A fresh interpreter that runs `target(connection, *arguments)`. It sends one message once it is ready."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share clients, threads and locks
@@ -49,11 +49,11 @@ class WorkerProcess:
         return self._process.pid or 0
 
     def send(self, message: Any) -> None:
-        """Tell it something."""
+        """Send it a message."""
         self._connection.send(message)
 
     def receive(self) -> Any:
-        """What it says next. Raises `DisconnectedError` when it has ended instead."""
+        """Its next message. Raises `DisconnectedError` if it has ended instead."""
         try:
             if not self._connection.poll(REPLY_S):
                 raise DisconnectedError(f"a worker of the bench said nothing for {REPLY_S:g} s")
@@ -68,7 +68,7 @@ class WorkerProcess:
 
     def end(self) -> None:
         """End it and wait for that."""
-        self._connection.close()  # its next receive raises, which ends it
+        self._connection.close()  # makes its next receive raise, which ends it
         self._process.join(1.0)
         if self._process.is_alive():
             self._process.kill()
@@ -76,7 +76,7 @@ class WorkerProcess:
 
 
 def orders(connection: Connection) -> Iterator[Any]:
-    """In a worker: what its parent asks for, until the parent goes. Ctrl-C is the parent's to act on."""
+    """In a worker: its parent's requests, until the parent ends. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.send("ready")
     with contextlib.suppress(EOFError, OSError):
@@ -86,7 +86,7 @@ def orders(connection: Connection) -> Iterator[Any]:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP unwind the stack, so that pools and processes go."""
+    """SIGINT, SIGTERM and SIGHUP unwind the stack, so that pools and processes are removed."""
     noted: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -99,7 +99,7 @@ def ending_cleanly() -> Iterator[None]:
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
-        if noted:  # it struck inside a library that takes any exception for its own, as imports in C do
+        if noted:  # it arrived inside a library that swallows any exception, as imports in C do
             raise SystemExit(128 + noted[0])
     finally:
         for number, handler in before.items():

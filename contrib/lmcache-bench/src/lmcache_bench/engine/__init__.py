@@ -1,13 +1,13 @@
 """`lmcache-core bench engine`: what an engine on the CPU gains and loses, with a model of random weights.
 
-`--engine vllm`, in an environment with vLLM: time to first token of a prompt that our connector has, in pairs with one
-that keeps the same blocks in a dict of the engine's own process; loads into the engine's memory beside the best bare
-copy of the same blocks; and traffic without any reuse, with our connector and without, in pairs in ABBA order in one
-engine that has the connector switched at run time. `--engine transformers`: time to first token cold, from the pool,
-from a disk, and from a dict of the same tensors. `--quick` leaves the tier on a disk out. `--peer lmcache` adds an
-engine with LMCache's own connector and server, in an environment of its own, in turns with one that has ours.
+`--engine vllm`, in an environment with vLLM: time to first token of a prompt that our connector has, in pairs with a
+connector that keeps the same blocks in a dict of the engine's own process; loads into the engine's memory beside the
+best bare copy of the same blocks; and traffic without any reuse, with our connector and without, in pairs in ABBA order
+in one engine whose connector is switched at run time. `--engine transformers`: time to first token cold, from the pool,
+from a disk, and from a dict of the same tensors. `--quick` skips the tier on a disk. `--peer lmcache` adds an engine
+with LMCache's own connector and server, in its own environment, in turns with one that has ours.
 
-What is compared by pairs stands beside pairs of the same with itself: where those are not within 1.02 the machine is
+Each comparison by pairs is accompanied by pairs of a variant with itself: if those are not within 1.02 the machine is
 too busy to tell, and the target is "too noisy", never met.
 """
 
@@ -47,7 +47,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """The parts of one engine."""
+    """Run the parts of one engine."""
     with ending_cleanly():
         if options.engine == "vllm":
             from lmcache_bench.engine import vllm_bench

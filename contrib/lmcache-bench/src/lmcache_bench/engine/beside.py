@@ -2,7 +2,7 @@
 
 Two engines, each in a process of its own with the same options, model and prompts; the one with LMCache runs in
 LMCache's environment, which shares this one's vLLM and torch. Prompts are a little longer than a multiple of LMCache's
-chunk of 256 tokens, so that both give back as many tokens of one. The memory of both servers is as large.
+chunk of 256 tokens, so that both reuse the same number of tokens. Both servers have the same amount of memory.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 DRIVER = Path(__file__).with_name("beside_driver.py")
 MIB = 1 << 20
 CHUNK_TOKENS = 256
-BEYOND_TOKENS = 64  # of the last chunk, and computed by both
+BEYOND_TOKENS = 64  # part of the last chunk, which both compute
 WARM_PAIRS, COLD_PAIRS = 20, 4
 QUICK_PAIRS = 4
-SAVES_MAX = 12  # runs in which a connector may save a prompt
-SAVE_PAUSE_S = 1.0  # after each: what ours saves within a time is bounded
-REST_S = 0.25  # before each run: the other engine's threads spin for a while after theirs
+SAVES_MAX = 12  # runs within which a connector may save a prompt
+SAVE_PAUSE_S = 1.0  # after each: our connector saves a bounded amount at a time
+REST_S = 0.25  # before each run: the other engine's threads still spin for a while after theirs
 
 
 def run(options: Namespace, bench: Bench, model: str, tokens: int) -> None:
-    """Both engines up, then cold pairs, each with a prompt of its own, then warm ones."""
+    """Start both engines, then run cold pairs, each with a new prompt, then warm pairs."""
     python = lmcache_python(tell)
     tokens = tokens // CHUNK_TOKENS * CHUNK_TOKENS + BEYOND_TOKENS
     bench.step(f"{model}, {tokens:,} tokens, beside LMCache's connector and server")
@@ -79,7 +79,7 @@ def our_connector(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def lmcache_connector(port: int) -> dict[str, Any]:
-    """The same of LMCache's own connector, from its own package."""
+    """The same for LMCache's own connector, from its own package."""
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -103,7 +103,7 @@ class _Beside:
         self._runs = 0
 
     def record(self, bench: Bench, name: str, pairs: int | None) -> None:
-        """Cold: a prompt that nobody has seen, the saving of it included; warm: the last of them again."""
+        """Cold: a new prompt, including the time to save it; warm: the last of them again."""
         few, many = (QUICK_PAIRS, QUICK_PAIRS) if bench.quick else (COLD_PAIRS, WARM_PAIRS)
         self._prompt = self._fresh()
         for side in self._engines:
@@ -123,7 +123,7 @@ class _Beside:
         bench.record(f"{name}: to", found.high, "x")
 
     def _cold(self, ours: bool) -> float:
-        if self._runs % 2 == 0:  # both of a pair have the same one
+        if self._runs % 2 == 0:  # both runs of a pair use the same prompt
             self._prompt = self._fresh()
         self._runs += 1
         took = self._run(ours)
@@ -140,7 +140,7 @@ class _Beside:
         return float(took["wall_s"])
 
     def _remember(self) -> int:
-        """Until both have all of the prompt; as many tokens, and the same token next."""
+        """Run until both have the whole prompt. Both must have the same number of tokens, and the same next token."""
         self._reused = (self._tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
         tokens = set()
         for side in self._engines:

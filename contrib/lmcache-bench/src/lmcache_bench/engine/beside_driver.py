@@ -1,9 +1,9 @@
-"""A vLLM engine with one connector, told over stdin which prompts to run. Run as a file, by either side's Python.
+"""A vLLM engine with one connector; reads the prompts to run from stdin. Run as a file, by either side's Python.
 
     python beside_driver.py '{"model": "…", "connector": {…}, "max_tokens": …, "kv_bytes": …, "threads": …}'
 
-Each line is a JSON object, `{"do": "run", "prompt": [ids]}`; what comes back is one line. Both sides run this file
-with the same options but for the connector, and nothing else of lmcache-bench is imported.
+Each line is a JSON object, `{"do": "run", "prompt": [ids]}`, and gets one line in reply. Both sides run this file with
+the same options except the connector; nothing else of lmcache-bench is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Engine:
-    """One process, no prefix cache of its own: what is not computed again came through the connector."""
+    """One process without a prefix cache of its own: reused tokens came through the connector."""
 
     def __init__(self, model: str, connector: dict[str, Any], max_tokens: int, kv_bytes: int, threads: int) -> None:
         cores = sorted(os.sched_getaffinity(0))[: threads or None]
@@ -44,7 +44,7 @@ class Engine:
         self._sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
 
     def run(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds to the first token, tokens that were not computed, and the token."""
+        """Seconds to the first token, the number of reused tokens, and the token."""
         inputs: Any = [{"prompt_token_ids": prompt}]
         began_s = time.perf_counter()
         (output,) = self._llm.generate(inputs, self._sampling, use_tqdm=False)
@@ -57,8 +57,8 @@ class Engine:
 
 
 def _hide_llvm() -> None:
-    """vLLM 0.32 looks at the `__dict__` of whatever stands in any module. LMCache loads llvmlite, whose library answers
-    with a function to any name, and vLLM stumbles over that."""
+    """vLLM 0.32 reads the `__dict__` of every object in every module. LMCache loads llvmlite, whose library returns a
+    function for any name, and that breaks vLLM."""
     from llvmlite.binding import ffi
 
     answer = ffi._lib_wrapper.__getattr__
@@ -74,7 +74,7 @@ def _hide_llvm() -> None:
 def main() -> None:
     """Answer line by line."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # vLLM's output is not an answer
 
     def say(value: dict[str, Any]) -> None:
         out.write(json.dumps(value) + "\n")

@@ -1,6 +1,6 @@
-"""The least that a connector of vLLM can do: KV blocks kept in a dict of the engine's own process.
+"""A minimal vLLM connector: KV blocks kept in a dict of the engine's own process.
 
-It is what ours is compared with: the same blocks go back into the same memory, without a pool, a server, another
+Ours is compared with it: the same blocks are copied back into the same memory, without a pool, a server, another
 process, checks of any kind, or a limit. One KV group and one process only.
 """
 
@@ -17,27 +17,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-KEPT: dict[bytes, list[torch.Tensor]] = {}  # by the block's hash, one tensor a layer; both sides of the connector
-between_steps = True  # whether loads go on between steps, as ours do by default
+KEPT: dict[bytes, list[torch.Tensor]] = {}  # by block hash, one tensor per layer; shared by both sides of the connector
+between_steps = True  # whether loads continue between steps, as ours do by default
 
 
 @dataclass
 class Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """What a step reads and keeps: the request, and pairs of a block's hash and its number in the engine."""
+    """What a step loads and saves: the request, and pairs of a block's hash and its number in the engine."""
 
     loads: list[tuple[str, list[tuple[bytes, int]]]] = field(default_factory=list)
     saves: list[tuple[bytes, int]] = field(default_factory=list)
 
 
 class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
-    """Keeps every block that the engine has computed, and copies those it has back."""
+    """Keeps every block that the engine has computed, and copies back those it has."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         (group,) = kv_cache_config.kv_cache_groups
         self._block_tokens: int = group.kv_cache_spec.block_size
         self._requests: dict[str, Any] = {}
-        self._kept: dict[str, int] = {}  # by request, blocks that are kept, or were read
+        self._kept: dict[str, int] = {}  # by request: the number of blocks saved or loaded
         self._loads: list[tuple[str, list[tuple[bytes, int]]]] = []
         self._layers: list[torch.Tensor] = []
         self._arrived: set[str] = set()
@@ -45,7 +45,7 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens of the whole blocks that are kept, one token left to compute."""
+        """Tokens of the whole blocks that are kept, leaving one token to compute."""
         self._requests[request.request_id] = request
         most = (request.num_tokens - 1) // self._block_tokens
         hits = next((at for at, each in enumerate(request.block_hashes[:most]) if bytes(each) not in KEPT), most)
@@ -53,7 +53,7 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         return found, bool(found) and between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Read them in the next step."""
+        """Load them in the next step."""
         if num_external_tokens:
             end = (request.num_computed_tokens + num_external_tokens) // self._block_tokens
             hashes = map(bytes, request.block_hashes[:end])
@@ -79,7 +79,7 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         return moves
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """What is kept of it has been copied."""
+        """Its blocks were already copied."""
         self._requests.pop(request.request_id, None)
         self._kept.pop(request.request_id, None)
         return False, None
@@ -91,11 +91,11 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
     # --- the worker's side --------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's memory."""
+        """Keep the engine's tensors."""
         self._layers = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copy, at once."""
+        """Copy at once."""
         for request_id, blocks in self._get_connector_metadata().loads:
             for block_hash, block in blocks:
                 for layer, kept in zip(self._layers, KEPT[block_hash], strict=True):
@@ -103,18 +103,18 @@ class DictConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             self._arrived.add(request_id)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything is there."""
+        """Nothing to wait for."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are kept at the end of the step."""
+        """Blocks are saved at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Copy what the step has made."""
+        """Save the blocks of this step."""
         for block_hash, block in self._get_connector_metadata().saves:
             if block_hash not in KEPT:
                 KEPT[block_hash] = [layer[block].clone() for layer in self._layers]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads between steps that have ended: all of them."""
+        """All loads between steps: they have ended."""
         arrived, self._arrived = self._arrived if between_steps else set(), set()
         return KVConnectorTransferResults(finished_recving=arrived)

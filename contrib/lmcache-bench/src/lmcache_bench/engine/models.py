@@ -1,4 +1,4 @@
-"""Models with random weights: what they compute is worth nothing, and costs what a trained one's would."""
+"""Models with random weights: their output is meaningless, but costs as much as a trained model's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 VOCABULARY = 1024
 HEAD_DIM = 64
 POSITIONS = 8192
-ITEM_BYTES = 4  # float32: what every processor computes in
+ITEM_BYTES = 4  # float32: every processor computes in it
 
 
 class Shape(NamedTuple):
-    """A Llama's."""
+    """The shape of a Llama model."""
 
     layers: int
     hidden: int

@@ -1,6 +1,6 @@
-"""A connector of vLLM that is another one, or none, from one request to the next: two of them in one engine.
+"""A vLLM connector that can change between two requests: ours, the dict connector, or none, in one engine.
 
-To be switched while the engine has no request. It also takes the processor time of the engine's own thread within our
+Switch it only while the engine has no request. It also measures the CPU time that the engine's own thread spends in our
 connector's calls.
 """
 
@@ -23,14 +23,14 @@ from lmcache_core_vllm.connector import LMCacheCoreConnector
 
 KINDS: dict[str, Any] = {"ours": LMCacheCoreConnector, "dict": DictConnector}
 chosen = ""  # one of KINDS, or none
-ours_cpu_s = 0.0  # of the engine's thread, in calls of ours
-figures: Counter[str] = Counter()  # what our connector has counted
+ours_cpu_s = 0.0  # of the engine's thread, within our calls
+figures: Counter[str] = Counter()  # the counters of our connector
 memory: dict[str, Any] = {}  # the engine's KV tensors by layer
-blocks = 0  # of the engine
+blocks = 0  # number of the engine's blocks
 
 
 class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """Passes every call on to the connector that is `chosen`."""
+    """Forwards every call to the connector that is `chosen`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -52,47 +52,47 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nobody waits for what is saved."""
+        """No: nobody waits for what is saved."""
         return False
 
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Of the chosen one; none: nothing matches."""
+        """The chosen connector's answer; with none, nothing matches."""
         found: tuple[int | None, bool] = self._call(
             "get_num_new_matched_tokens", (0, False), request, num_computed_tokens
         )
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("update_state_after_alloc", None, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Of the chosen one."""
+        """Forwarded."""
         return self._call("build_connector_meta", KVConnectorMetadata(), scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("update_connector_output", None, connector_output)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
-        """Of the chosen one."""
+        """Forwarded."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
-        """Of the chosen one."""
+        """Forwarded."""
         ended: tuple[bool, Any] = self._call("request_finished_all_groups", (False, None), request, block_ids)
         return ended
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Ours alone has something to say."""
+        """For our connector only."""
         self._kinds["ours"].set_xfer_handshake_metadata_pp_aware(metadata)
 
     # --- the worker's side --------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Of all of them."""
+        """Forwarded to both."""
         global blocks
         memory.update(kv_caches)
         blocks = self._blocks
@@ -100,48 +100,48 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             each.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
-        """Ours alone has something to say."""
+        """From our connector only."""
         return self._kinds["ours"].get_handshake_metadata()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         super().bind_connector_metadata(connector_metadata)
         self._call("bind_connector_metadata", None, connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         super().clear_connector_metadata()
         self._call("clear_connector_metadata", None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("start_load_kv", None, forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("wait_for_layer_load", None, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("save_kv_layer", None, layer_name, kv_layer, attn_metadata, **kwargs)
 
     def wait_for_save(self) -> None:
-        """Of the chosen one."""
+        """Forwarded."""
         self._call("wait_for_save", None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Of the chosen one."""
+        """Forwarded."""
         return self._call("get_transfer_results", KVConnectorTransferResults(), finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of the chosen one."""
+        """Forwarded."""
         found: set[int] = self._call("get_block_ids_with_load_errors", set())
         return found
 
     # --- both ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        """Of the chosen one; kept, for whoever measures."""
+        """Forwarded; the result is also kept for the bench."""
         stats = self._call("get_kv_connector_stats", None)
         if stats is not None:
             figures.update(stats.data)
@@ -153,6 +153,6 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return LMCacheCoreConnector.build_kv_connector_stats(data)
 
     def shutdown(self) -> None:
-        """All of them."""
+        """Shuts down both."""
         for each in self._kinds.values():
             each.shutdown()

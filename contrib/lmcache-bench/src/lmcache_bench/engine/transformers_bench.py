@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
     from lmcache_core.client.client import Client
 
-WARM_MAX = 1.05  # of a dict of the same tensors
-OURS_MAX = 0.03  # of a cold prefill: all that we do to load a prompt, and to store it
+WARM_MAX = 1.05  # times the dict of the same tensors
+OURS_MAX = 0.03  # of a cold prefill: our whole cost of loading and storing a prompt
 PAIRS, COLD, FROM_DISK = 20, 3, 5
 CHUNK_TOKENS = 256
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """Record all of them, for one prompt."""
+    """Record everything for one prompt."""
     for module in ("torch", "transformers", "lmcache_transformers", "lmcache_fs"):
         if find_spec(module) is None:
             raise UsageError(f"bench engine --engine transformers needs {module} in this environment")
@@ -57,7 +57,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def _record_warm(engine: _Engine, bench: Bench, name: str, cold: _Took, pairs: int) -> None:
-    """From the pool beside a dict, and a dict beside itself; and what is ours of it and of the cold prefill."""
+    """From the pool beside a dict, and a dict beside itself; and our share of that and of the cold prefill."""
     runs: dict[str, list[_Took]] = {"ours": [], "dict": []}
 
     def first_token_s(kind: str) -> float:
@@ -83,7 +83,7 @@ def _record_warm(engine: _Engine, bench: Bench, name: str, cold: _Took, pairs: i
 
 
 class _Took(NamedTuple):
-    """To the first token; and how much of that, or beside it, is ours."""
+    """Time to the first token, and our time within it or beside it."""
 
     wall_s: float
     ours_s: float
@@ -114,7 +114,7 @@ class _Engine:
         self.reused = 0
 
     def cold(self) -> _Took:
-        """A prompt of its own, in steps of a chunk as it would be after a hit; then it is stored."""
+        """A new prompt, computed in chunks as after a hit; then it is stored."""
         from transformers import DynamicCache
 
         self._prompt = random.Random(os.urandom(8)).choices(range(1, VOCABULARY), k=self._tokens)
@@ -135,7 +135,7 @@ class _Engine:
         return _Took(wall_s, store_s)
 
     def warm(self) -> _Took:
-        """What the pool has of it, and the rest computed."""
+        """Load what the pool has, and compute the rest."""
         began_s = time.perf_counter()
         found = self._cache.load(self._prompt)
         load_s = time.perf_counter() - began_s
@@ -145,7 +145,7 @@ class _Engine:
         return _Took(time.perf_counter() - began_s, load_s)
 
     def from_dict(self) -> _Took:
-        """The same tensors, which this process has anyway; nothing of them is copied but by the model itself."""
+        """The same tensors from this process's memory; only the model itself copies them."""
         from transformers import DynamicCache
 
         began_s = time.perf_counter()
@@ -155,7 +155,7 @@ class _Engine:
         return _Took(time.perf_counter() - began_s, load_s)
 
     def from_disk(self) -> _Took:
-        """Once the tier has it, and the pool has not any more."""
+        """After the tier has it and the pool no longer does."""
         _until(lambda: is_written(self._client.status()["tiers"]["stores"]))
         self._client.clear(self._cache.namespace)
         return self.warm()

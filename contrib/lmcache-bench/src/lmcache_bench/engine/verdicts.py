@@ -1,4 +1,4 @@
-"""What noise means for a target, the same for every engine."""
+"""What noise means for a target, for every engine alike."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def doubt(same: Interval) -> str:
 
 
 def record_noise(bench: Bench, name: str, same: Interval) -> None:
-    """How far the machine alone moves the bound."""
+    """How far noise alone moves the bound."""
     bench.record(f"{name}, upper 95 % bound (too noisy above {NOISE_MAX})", max(same.high, 1 / same.low), "x")

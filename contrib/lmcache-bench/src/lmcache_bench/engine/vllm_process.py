@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, which a bench tells what to measure. Its output goes to standard error."""
+"""A vLLM engine in its own process, which a bench tells what to measure. Its output goes to standard error."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
-SPIN_S = 0.02  # after a run the engine's threads spin for some ms
-SAVES_MAX = 10  # runs in which our connector may save a prompt
-SAVE_PAUSE_S = 1.0  # after each, in which its share of a core grows again
+SPIN_S = 0.02  # the engine's threads spin for some ms after a run
+SAVES_MAX = 10  # runs within which our connector may save a prompt
+SAVE_PAUSE_S = 1.0  # after each, so that its share of a core recovers
 
 
 class Plan(NamedTuple):
-    """What an engine is started with. `runtime_dir`, `server`: where our connector finds its server. `threads`: of the
-    engine; 0 takes all processors."""
+    """How to start an engine. `runtime_dir`, `server`: where our connector finds its server. `threads`: of the engine;
+    0 uses all processors."""
 
     model: Path
     max_tokens: int
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 class Took(NamedTuple):
-    """One run of the engine: by the clock, and CPU seconds of the whole process and of what is ours in it."""
+    """One run of the engine: wall time, and CPU seconds of the whole process and of our code in it."""
 
     wall_s: float
     cpu_s: float
@@ -57,8 +57,8 @@ class Took(NamedTuple):
 
 
 def serve(connection: Connection, plan: Plan) -> None:
-    """Be the engine: every message is the name of a method of `Engine`, and its arguments."""
-    os.dup2(2, 1)  # what vLLM prints is no result
+    """Run the engine: every message is the name of a method of `Engine`, and its arguments."""
+    os.dup2(2, 1)  # vLLM's output is not a result
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     cores = sorted(os.sched_getaffinity(0))[: plan.threads or None]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
@@ -69,7 +69,7 @@ def serve(connection: Connection, plan: Plan) -> None:
 
 
 class Engine:
-    """vLLM with the connector that can be switched."""
+    """vLLM with the switchable connector."""
 
     def __init__(self, plan: Plan) -> None:
         from vllm import LLM
@@ -83,7 +83,7 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=plan.max_tokens + 128,
             kv_cache_memory_bytes=plan.kv_bytes,
-            enable_prefix_caching=False,  # it would hide ours
+            enable_prefix_caching=False,  # it would hide our connector's effect
             disable_log_stats=True,
             distributed_executor_backend="uni",
             seed=0,
@@ -99,12 +99,12 @@ class Engine:
         self._prompts: dict[int, list[int]] = {}
 
     def fresh(self, kind: str, batches: int, prompts: int, tokens: int) -> Took:
-        """Batches of prompts that nobody has ever seen, each up to its first token."""
+        """Batches of new prompts, each up to its first token."""
         made = [[self._prompt(tokens) for _ in range(prompts)] for _ in range(batches)]
         return self._run(kind, made)
 
     def remember(self, number: int, tokens: int, load: bool) -> Took:
-        """A prompt that both connectors then have. `load`: whether loads of the dict go on between steps."""
+        """Run a prompt until both connectors have it. `load`: whether loads of the dict continue between steps."""
         from lmcache_bench.engine import dict_connector
 
         dict_connector.between_steps = load
@@ -112,7 +112,7 @@ class Engine:
         cold = self.warm("", number)
         self.warm("dict", number)
         wanted = self.warm("dict", number).cached_tokens
-        # What our connector saves within a time is bounded: of a long prompt it may save a part each time.
+        # Our connector saves a bounded amount at a time: of a long prompt it may save only a part in each run.
         for _ in range(SAVES_MAX):
             if self.warm("ours", number).cached_tokens == wanted:
                 return cold
@@ -124,7 +124,7 @@ class Engine:
         return self._run(kind, [[self._prompts[number]]])
 
     def figures(self) -> dict[str, float]:
-        """What our connector has counted since it was asked."""
+        """Our connector's counters since the last call."""
         from lmcache_bench.engine import switch
 
         found: dict[str, float] = dict(switch.figures)
@@ -132,7 +132,7 @@ class Engine:
         return found
 
     def forget(self) -> None:
-        """The dict's blocks."""
+        """Drop the dict's blocks."""
         from lmcache_bench.engine import dict_connector
 
         dict_connector.KEPT.clear()
@@ -160,8 +160,8 @@ class Engine:
         return Took(wall_s, cpu_s, ours_s if kind == "ours" else 0.0, cached)
 
     def loads(self, nbytes: int, rounds: int) -> dict[str, list[float]]:
-        """Seconds to load so many bytes into the engine's memory: ours, and bare copies of the same blocks. Bytes a
-        load are under "bytes"."""
+        """Seconds to load this many bytes into the engine's memory: with our client, and with bare copies of the same
+        blocks. "bytes" has the bytes per load."""
         from lmcache_bench.engine import switch
         from lmcache_core_vllm.tensors import layer_regions
 
@@ -176,9 +176,9 @@ class Engine:
 
 
 def _ended_threads_cpu_s() -> float:
-    """CPU seconds of this process's threads that have ended, as those that copy have; and of the one that gives
-    promises back. The rest is the engine's, whose threads go on spinning for a while after a run: what they use while
-    they are read, one after the other, would count as ended."""
+    """CPU seconds of this process's threads that have ended, such as copy threads, and of the thread that returns
+    promises. The rest belongs to the engine, whose threads still spin for a while after a run: what they use while they
+    are read one by one would count as ended."""
     time.sleep(SPIN_S)
     alive_ns, ours_ns = 0, 0
     ours = {each.native_id for each in threading.enumerate() if each.name.startswith("lmcache-core")}
@@ -194,7 +194,7 @@ def _ended_threads_cpu_s() -> float:
 
 
 class _Loads:
-    """Blocks of the engine's memory, in no order, read from the pool by our client and by plain copies."""
+    """Random blocks of the engine's memory, read from the pool by our client and by plain copies."""
 
     def __init__(self, client: Client, regions: Sequence[Region], blocks: int, nbytes: int, threads: int) -> None:
         self._client = client
@@ -216,7 +216,7 @@ class _Loads:
             _expect(lease.statuses, Status.GRANTED)
             slots = [lease.view(at) for at in range(self._count)]
             groups = self._addresses([address_of(slot) for slot in slots])
-            self._bare(groups)  # the slots' first touch by this process
+            self._bare(groups)  # this process's first access to the slots
             for number in range(rounds + 1):
                 for name in ("ours", "bare") if number % 2 else ("bare", "ours"):
                     time.sleep(SPIN_S)
@@ -235,7 +235,7 @@ class _Loads:
         return found
 
     def _addresses(self, slots: Sequence[int]) -> dict[int, tuple[array[int], array[int]]]:
-        """By the size of a piece: where each lies in the engine, and in a slot."""
+        """By piece size: the addresses of the pieces in the engine, and in the slots."""
         groups: dict[int, tuple[array[int], array[int]]] = {}
         for slot, block in zip(slots, self._ids, strict=True):
             for region in self._regions:

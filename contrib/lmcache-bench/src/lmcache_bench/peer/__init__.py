@@ -1,10 +1,10 @@
 """`lmcache-core bench peer`: store, lookup and retrieve beside LMCache's own server, in turns, from the same token ids.
 
-LMCache (PyPI, the multiprocess server with shared memory, observability off) runs in an environment of its own, see
-`peer.environment`, and is driven through its own client; nothing of it is imported here. A measurement begins with a
-prompt's tokens: its client sends them and its server takes the hashes, ours takes them itself. A store ends when all
-objects are committed; a retrieve, of what was looked up before, when all are copied out. Both sides copy between
-contiguous memory and shared memory. Pairs go in ABBA order, and what stands last of each is a bootstrap's interval.
+LMCache (PyPI, the multiprocess server with shared memory, observability off) runs in its own environment, see
+`peer.environment`, and is driven through its own client; nothing of it is imported here. A measurement starts with a
+prompt's tokens: LMCache's client sends them and its server computes the hashes, our client computes them itself. A
+store ends when all objects are committed; a retrieve, after a lookup, when all are copied out. Both sides copy between
+contiguous memory and shared memory. Pairs are in ABBA order, and the last figure of each is the bootstrap's interval.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 2
 
 
 class Case(NamedTuple):
-    """Prompts of so many chunks of 256 tokens, each of them an object."""
+    """Prompts of this many chunks of 256 tokens, each chunk one object."""
 
     chunks: int
     object_bytes: int
@@ -54,8 +54,8 @@ class Case(NamedTuple):
 
 
 CASES = (
-    *(Case(chunks, 4 * KIB) for chunks in (1, 16, 128, 512)),  # what calls cost
-    *(Case(chunks, 32 * MIB // chunks) for chunks in (512, 32, 8, 2)),  # what bytes cost: 64 KiB, 1, 4 and 16 MiB
+    *(Case(chunks, 4 * KIB) for chunks in (1, 16, 128, 512)),  # the cost of calls
+    *(Case(chunks, 32 * MIB // chunks) for chunks in (512, 32, 8, 2)),  # the cost of bytes: 64 KiB, 1, 4 and 16 MiB
 )
 QUICK_CASES = (CASES[0], CASES[3], CASES[5])
 
@@ -87,12 +87,12 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def tell(what: str) -> None:
-    """Say something on the way."""
+    """Report progress."""
     print(what, file=sys.stderr, flush=True)
 
 
 class _Ours:
-    """A worker of an engine with our client."""
+    """An engine's worker with our client."""
 
     def __init__(self, client: Client, case: Case) -> None:
         self._client = client
@@ -107,7 +107,7 @@ class _Ours:
         return range(0, len(self._memory), self._case.object_bytes)
 
     def store(self, seed: int) -> float:
-        """Seconds to store a prompt that nobody has stored."""
+        """Seconds to store a new prompt."""
         tokens = tokens_of(seed, self._case.chunks)
         began_s = time.perf_counter()
         stored = self._client.store(chunk_keys(tokens, self._names), self._sources, namespace=self._names)
@@ -116,7 +116,7 @@ class _Ours:
         return took_s
 
     def lookup(self, seed: int) -> float:
-        """Seconds until it is known that all of it is there."""
+        """Seconds until the lookup has found all of it."""
         tokens = tokens_of(seed, self._case.chunks)
         began_s = time.perf_counter()
         found = self._client.lookup(chunk_keys(tokens, self._names), namespace=self._names)
@@ -125,7 +125,7 @@ class _Ours:
         return took_s
 
     def retrieve(self, seed: int) -> float:
-        """Seconds to copy all of it out, once it was looked up."""
+        """Seconds to copy all of it out, after the lookup."""
         keys = chunk_keys(tokens_of(seed, self._case.chunks), self._names)
         self._expect(self._client.lookup(keys, namespace=self._names).hits, "found")
         began_s = time.perf_counter()
@@ -135,7 +135,7 @@ class _Ours:
         return took_s
 
     def clear(self) -> None:
-        """Forget all that is stored."""
+        """Clear everything stored."""
         self._client.clear(self._names)
 
     def _expect(self, count: int, what: str) -> None:
@@ -151,28 +151,28 @@ class _Theirs:
         driver.ask("begin", chunks=case.chunks, object_bytes=case.object_bytes)
 
     def store(self, seed: int) -> float:
-        """Seconds, as it took them itself."""
+        """Seconds, as measured there."""
         return float(self._driver.ask("store", seed=seed))
 
     def lookup(self, seed: int) -> float:
-        """Seconds, as it took them itself."""
+        """Seconds, as measured there."""
         return float(self._driver.ask("lookup", seed=seed))
 
     def retrieve(self, seed: int) -> float:
-        """Seconds, as it took them itself."""
+        """Seconds, as measured there."""
         return float(self._driver.ask("retrieve", seed=seed))
 
     def check(self, seed: int) -> None:
-        """That it gives back what was stored."""
+        """Check that it returns what was stored."""
         self._driver.ask("check", seed=seed)
 
     def clear(self) -> None:
-        """Forget all that is stored."""
+        """Clear everything stored."""
         self._driver.ask("clear")
 
 
 class _Beside:
-    """Both of them through one case."""
+    """Both sides in one case."""
 
     def __init__(self, ours: _Ours, theirs: _Theirs, bench: Bench, name: str) -> None:
         self._ours = ours
@@ -196,7 +196,7 @@ class _Beside:
         side = self._ours if ours else self._theirs
         self._seed += 1
         took_s = side.store(self._seed)
-        side.clear()  # room for the next one, in slots that both have touched before
+        side.clear()  # room for the next one, in slots that both have used before
         return took_s
 
     def _record(self, what: str, measure: Callable[[bool], float], pairs: int) -> None:

@@ -1,9 +1,9 @@
-"""LMCache in an environment of its own, made once and kept: nothing that it needs becomes a need of ours.
+"""LMCache in its own environment, created once and kept, so that its dependencies do not become ours.
 
-It shares torch, and vLLM where it is, with the environment that the bench runs in, by a line of a `.pth` file: those
-two alone have 3.5 GB, and both sides are to compute with the same. What comes with them is shared, too; what is missing
-is installed. Of the 41 packages that its wheel names those are left out that its server, its client and its connector
-do not import on a machine without a GPU.
+It shares torch, and vLLM if present, with the environment of the bench, by a line in a `.pth` file: those two alone
+take 3.5 GB, and both sides should compute with the same. Their dependencies are shared too; what is missing is
+installed. Of the 41 packages that its wheel names, those are skipped that its server, client and connector do not
+import on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED = ("torch", "vllm")
 IMPORTS = "import lmcache.v1.multiprocess.server, lmcache.v1.multiprocess.transfer_context.shm, blake3"
 INSTALL_S = 900.0
 QUIET = {
-    "LMCACHE_TRACK_USAGE": "false",  # it would tell its makers
+    "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
     "LMCACHE_LOG_LEVEL": "ERROR",
     "LMCACHE_DISABLE_BANNER": "1",
     "PYTHONWARNINGS": "ignore",
@@ -43,9 +43,9 @@ def cache_folder() -> Path:
 
 
 def lmcache_python(tell: Callable[[str], None]) -> Path:
-    """The interpreter of LMCache's environment, which is made where there is none: `tell` hears of that first.
+    """The interpreter of LMCache's environment, which is created if missing; `tell` is called first.
 
-    Raises `UsageError` where it cannot be made: without torch here, without a package index, without room.
+    Raises `UsageError` if it cannot be created: torch is missing here, or there is no package index, or no room.
     """
     shared = _shared_folders()
     facts = "\n".join([sys.version, LMCACHE, *NEEDED, *shared])
@@ -54,7 +54,7 @@ def lmcache_python(tell: Callable[[str], None]) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two benches one makes it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two concurrent benches, one creates it
             if not (folder / READY).exists():
                 tell(f"install {LMCACHE} into {folder} (once, about 300 MB and two minutes)")
                 _make(folder, python, shared)
@@ -65,13 +65,13 @@ def lmcache_python(tell: Callable[[str], None]) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What a process of LMCache is given: no path into our packages, nothing told to its makers."""
+    """Environment variables for LMCache's processes: no path to our packages, no reports to its makers."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return {**kept, **QUIET}
 
 
 def _shared_folders() -> list[str]:
-    """The folders on the path that hold torch and vLLM."""
+    """The folders on the path that contain torch and vLLM."""
     folders = []
     for name in SHARED:
         spec = find_spec(name)
@@ -83,7 +83,7 @@ def _shared_folders() -> list[str]:
 
 
 def _make(folder: Path, python: Path, shared: list[str]) -> None:
-    has_pip = find_spec("pip") is not None  # then the new environment needs none of its own
+    has_pip = find_spec("pip") is not None  # then the new environment does not need its own
     _run([sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if has_pip else []), str(folder)])
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("".join(f"{each}\n" for each in shared))

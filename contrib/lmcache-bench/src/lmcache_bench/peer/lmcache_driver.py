@@ -1,9 +1,9 @@
-"""LMCache's own client, told over stdin what to do and to take the time of. Run by LMCache's Python, as a file.
+"""LMCache's own client, told over stdin what to do and time. Run as a file by LMCache's Python.
 
     python lmcache_driver.py tcp://127.0.0.1:PORT
 
-Each line is a JSON object with the name of a method of `Driver` under "do"; what it returns comes back as one line.
-Nothing of lmcache-core or lmcache-bench is imported here, and lmcache nowhere else.
+Each line is a JSON object with the name of a method of `Driver` under "do"; its result comes back as one line. This
+file imports nothing of lmcache-core or lmcache-bench, and only this file imports lmcache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 32_000
 
 
 def tokens_of(seed: int, chunks: int) -> list[int]:
-    """Random tokens, the same ones on both sides."""
+    """Random tokens, the same on both sides."""
     return random.Random(seed).choices(range(1, VOCABULARY), k=chunks * CHUNK_TOKENS)
 
 
@@ -37,7 +37,7 @@ class Driver:
         self._requests = 0
 
     def begin(self, chunks: int, object_bytes: int) -> None:
-        """From now on prompts of so many chunks, and objects of so many bytes."""
+        """Set the number of chunks per prompt and the object size from now on."""
         import torch
         from lmcache.v1.distributed.api import MemoryLayoutDesc
         from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
@@ -54,13 +54,14 @@ class Driver:
         told = self._client.register_kv_cache_engine_driven_context(payload).result(timeout=TIMEOUT_S)
         layout = MemoryLayoutDesc(shapes=[shape], dtypes=[torch.uint8])
         metadata = EngineDrivenContextMetadata(layout_desc=layout, block_size=CHUNK_TOKENS, use_mla=False)
-        # Its own factory would go over to pickled copies where shared memory fails: then nothing is to be measured.
+        # LMCache's own factory would fall back to pickled copies if shared memory fails: then there is nothing to
+        # measure.
         self._context = EngineDrivenContextShm(metadata, self._client, TIMEOUT_S, told.shm_name, told.pool_size)
         self._sources = [torch.full(tuple(shape), number % 251, dtype=torch.uint8) for number in range(chunks)]
         self._targets = [torch.zeros(tuple(shape), dtype=torch.uint8) for _ in range(chunks)]
 
     def store(self, seed: int) -> float:
-        """Seconds to store a prompt that nobody has stored."""
+        """Seconds to store a new prompt."""
         key = self._key(seed)
         began_s = time.perf_counter()
         prepared = self._context.prepare_store(key, self._case)
@@ -74,7 +75,7 @@ class Driver:
         return took_s
 
     def lookup(self, seed: int) -> float:
-        """Seconds until it is known that all of it is there."""
+        """Seconds until the lookup has found all of it."""
         key = self._key(seed)
         took_s = self._lookup(key)
         self._client.free_lookup_locks(key.no_worker_id_version(), 1).result(timeout=TIMEOUT_S)
@@ -82,7 +83,7 @@ class Driver:
         return took_s
 
     def retrieve(self, seed: int) -> float:
-        """Seconds to copy all of it out, once it was looked up."""
+        """Seconds to copy all of it out, after the lookup."""
         key = self._key(seed)
         self._lookup(key)
         began_s = time.perf_counter()
@@ -95,14 +96,14 @@ class Driver:
         return took_s
 
     def check(self, seed: int) -> None:
-        """That what comes back is what was stored."""
+        """Check that it returns what was stored."""
         self.retrieve(seed)
         for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
             if not source.equal(target):
                 raise RuntimeError(f"object {number} came back from LMCache with other bytes")
 
     def clear(self) -> None:
-        """Forget all that is stored."""
+        """Clear everything stored."""
         self._client.clear(True).result(timeout=TIMEOUT_S)
 
     def _lookup(self, key: Any) -> float:
@@ -128,7 +129,7 @@ class Driver:
 def main() -> None:
     """Answer line by line."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what LMCache prints is no answer
+    os.dup2(2, 1)  # LMCache's output is not an answer
 
     def say(value: dict[str, Any]) -> None:
         out.write(json.dumps(value) + "\n")

@@ -1,4 +1,4 @@
-"""LMCache's server, and programs that are told what to do line by line: each in a process of its own."""
+"""LMCache's server, and programs that take commands line by line: each in its own process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPLY_S = 600.0  # a safety net
 class LMCacheServer:
     """LMCache's multiprocess server with shared memory, observability off. Use as a context manager.
 
-    `size_bytes`: of its memory, all of it taken at the start, as ours does; of whole mebibytes.
+    `size_bytes`: of its memory, all allocated at the start, as ours does; whole mebibytes.
     """
 
     def __init__(self, python: Path, size_bytes: int, chunk_tokens: int = 256) -> None:
@@ -44,7 +44,7 @@ class LMCacheServer:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-peer-")))
             name = f"lmcpeer-{uuid4().hex[:12]}"
-            stack.callback((Path("/dev/shm") / name).unlink, missing_ok=True)  # where it had to be killed
+            stack.callback((Path("/dev/shm") / name).unlink, missing_ok=True)  # if it had to be killed
             self.port = _free_port()
             log = folder / "log"
             with log.open("wb") as stream:
@@ -64,7 +64,7 @@ class LMCacheServer:
         self._stack.close()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads until now."""
+        """CPU seconds of all its threads so far."""
         return cpu_s(self.pid)
 
     def _options(self, name: str) -> list[str]:
@@ -88,7 +88,8 @@ class LMCacheServer:
 
 
 class LineProcess:
-    """A program of ours, run by some Python as a file, that answers lines of JSON. Its errors are raised here."""
+    """One of our programs, run as a file by a given Python, that answers in lines of JSON. Its errors are raised
+    here."""
 
     def __init__(self, python: Path | str, script: Path, *arguments: str, env: Mapping[str, str]) -> None:
         self._command = [str(python), str(script), *arguments]
@@ -113,7 +114,7 @@ class LineProcess:
         self._stack.close()
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Have it do something; what came of it. Raises `PoolError` with what went wrong there."""
+        """Run a method there and return its result. Raises `PoolError` with the error there."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._popen.stdin.flush()
