@@ -1,8 +1,8 @@
-"""One server for each pool name, enforced by a lock that is never passed on.
+"""One server per pool name, enforced by a lock that is never passed on.
 
 A `flock` belongs to an open file description, and goes wherever a descriptor or a mapping of it goes: to a worker that
 receives one, to a forked child. So the locked description is neither sent nor mapped, and closes itself in forked
-children; the kernel frees the lock when the server dies, in whatever way.
+children. The operating system frees the lock when the server dies, however it dies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRIES = 100  # each failure means that another process unlinked the file at tha
 class OnStale(StrEnum):
     """What a new server does with a dead one's named segment."""
 
-    ADOPT = "adopt"  # continue with its content if it is the same kind of pool; else begin cold
+    ADOPT = "adopt"  # continue with its content if it is the same kind of pool; otherwise begin cold
     RECREATE = "recreate"  # free its memory and begin cold
     REFUSE = "refuse"  # stop, and leave it to `lmcache-core clean`
 
@@ -143,7 +143,7 @@ def same_file(fd: int, path: Path) -> bool:
 
 
 def own(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
-    """Lock `path`; should the creation fail later, what stands there is removed under the lock."""
+    """Lock `path`. If the creation fails later, the file there is removed under the lock."""
     try:
         lock = OwnerLock.acquire(path)
     except PoolBusyError as error:
@@ -158,11 +158,11 @@ def own(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
 
 @dataclass
 class Owned:
-    """The lock on a segment's file, and what became of the one that was found there."""
+    """The lock on a segment's file, and what was done with the file that was found there."""
 
     lock: OwnerLock
-    adopted: Header | None = None  # a dead server's, to be gone on with
-    recreated: bool = False  # a dead server's had to go first …
+    adopted: Header | None = None  # the header of a dead server's segment that we continue with
+    recreated: bool = False  # a dead server's segment was freed first …
     why_cold: str = ""  # … for this reason
 
 
@@ -174,10 +174,10 @@ def own_segment(
     undo: contextlib.ExitStack,
     why_cold: str = "",
 ) -> Owned:
-    """The lock on a segment file that we made, exclusively, or on a dead server's that `adoptable(fd)` took.
+    """The lock on a segment file: a new one that we made, or a dead server's that `adoptable(fd)` accepted.
 
-    `adoptable` raises PoolMismatchError with the reason where it does not take it. Should the creation fail later,
-    a new file is removed again; one that was adopted is not.
+    `adoptable` raises PoolMismatchError with the reason if it does not accept it. If the creation fails later, a new
+    file is removed again; an adopted one is not.
     """
     with contextlib.ExitStack() as undo_stale:
         lock = own(path, name, undo_stale)
@@ -187,7 +187,7 @@ def own_segment(
         undo_stale.pop_all()
     undo_lock = undo.enter_context(contextlib.ExitStack())
     undo_lock.callback(lock.close)
-    if not lock.found_bytes:  # whoever began it died at once; and it may be open elsewhere, so it is not ours to fill
+    if not lock.found_bytes:  # its maker died at once; it may be open elsewhere, so we must not fill it
         lock.unlink()
         undo_lock.close()
         return Owned(_own_new(path, name, undo))
@@ -216,8 +216,8 @@ def _own_new(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
 
 
 def take_former_name(former: Path, path: Path, name: str) -> None:
-    """Give a dead server's segment the name that it would have today, so that it can be adopted. One of another user's
-    is none of ours. Raises PoolBusyError where its server lives."""
+    """Give a dead server's segment its present-day name, so that it can be adopted. Ignores another user's. Raises
+    PoolBusyError if its server lives."""
     try:
         if former.lstat().st_uid != os.geteuid() or path.exists():
             return
@@ -233,18 +233,18 @@ def take_former_name(former: Path, path: Path, name: str) -> None:
         return
     with contextlib.closing(lock):
         with contextlib.suppress(FileExistsError):
-            path.hardlink_to(former)  # unlike a rename it replaces nothing
+            path.hardlink_to(former)  # unlike a rename, this replaces nothing
             lock.unlink()
             log.info("the segment %s of pool %r is called %s from now on", former, name, path)
 
 
 def free_segment(lock: OwnerLock) -> None:
-    """Remove the segment file of a dead owner, and free its memory even where workers still map it."""
+    """Remove the segment file of a dead owner, and free its memory even if workers still map it."""
     try:
-        # Memory first, or it would stay with the workers that still map it. They read zeros from now on. (A page
-        # that they touch costs memory again, and where the mount is full by then, a SIGBUS: a worker lets go
-        # of a pool as soon as its server is gone.) The index before the data: who copies an object without a
-        # call finds its entry changed once any of its bytes may be.
+        # Memory first, or it would stay with the workers that still map it. They read zeros from now on. (Touching a
+        # page costs memory again, and a SIGBUS if the mount is full by then; a worker unmaps a pool as soon as its
+        # server is gone.) The index goes before the data: whoever copies an object without a call then finds its entry
+        # changed before any of its bytes may change.
         front = min(_front_bytes(lock.fileno()), lock.found_bytes)
         punch_hole(lock.fileno(), 0, front)
         if front < lock.found_bytes:
@@ -255,7 +255,7 @@ def free_segment(lock: OwnerLock) -> None:
 
 
 def _front_bytes(fd: int) -> int:
-    """What stands in front of the data; of a segment that makes no sense, its header: without it nobody reads."""
+    """Bytes in front of the data. If the segment makes no sense, only its header: nobody can read it without that."""
     try:
         return headers.decode(os.pread(fd, headers.HEADER_BYTES, 0)).data_offset
     except PoolMismatchError:
@@ -269,5 +269,5 @@ def _who(path: Path) -> str:
             start = file.read(headers.HEADER_BYTES)
         pid = int(start) if start.strip().isdigit() else headers.decode(start).pid
     except (OSError, PoolMismatchError):
-        return ""  # it is only for the message, and the owner may be at its very beginning
+        return ""  # only the message needs it, and the owner may have just started
     return f" (pid {pid})"

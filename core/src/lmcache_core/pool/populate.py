@@ -1,10 +1,10 @@
 """The pool's memory, allocated and populated in the background, one step at a time.
 
-Order within a step: ask for room, allocate, then collapse into huge pages or populate. `fallocate` answers a
-full mount with ENOSPC where populating would be a SIGBUS; nothing answers a full control group but the OOM
-killer, so that is asked first. Collapsing right after the allocation costs no more than populating does, and
-leaves nothing to populate; a worker then maps a GiB in 3 ms where small pages take it 0.4 s. Allocating is the
-file system's, one call at a time; clearing pages, which is most of the work, is shared by several threads.
+Order within a step: ask for room, allocate, then collapse into huge pages or populate. On a full mount `fallocate`
+answers ENOSPC, but populating would be a SIGBUS. In a full control group only the OOM killer answers, so that is asked
+first. Collapsing right after the allocation costs no more than populating, and leaves nothing to populate; a worker
+then maps a GiB in 3 ms, against 0.4 s with small pages. The file system allocates, one call at a time; clearing pages,
+which is most of the work, is shared by several threads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lmcache_core.pool.segment import Segment
 
 log = logging.getLogger(__name__)
 
-# Cleared by one call. The process's map is locked meanwhile, and a thread that gets memory from the system, the loop's
-# too, waits for its end: 10 ms for 32 MiB of small pages.
+# Bytes cleared by one call. Meanwhile the process's memory map is locked, and a thread that gets memory from the system
+# (even the loop's) waits: 10 ms for 32 MiB of small pages.
 _CALL_BYTES = 2 * HUGE_PAGE_BYTES
 
 
 def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
     """Map pages for writing, all at once and without the GIL, so that no later access faults.
 
-    For bytes that are already allocated and in use this changes nothing but the page table: a worker may call
-    it for what the server has handed out.
+    For bytes that are already allocated and in use, this changes only the page table: a worker may call it for memory
+    that the server has handed out.
     """
-    held = mapping.array  # the address is only good while this is held
+    held = mapping.array  # the address is only valid while this is held
     error = advise(mapping.address + offset, nbytes, MADV_POPULATE_WRITE)
     if error in (errno.EFAULT, errno.ENOMEM):
         raise NotEnoughMemoryError(
@@ -54,14 +54,14 @@ def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Map pages by reading one byte of each: allocated pages are then mapped, and their content stands."""
+    """Map pages by reading one byte of each. Allocated pages are mapped, and keep their content."""
     for page in range(address, address + nbytes, os.sysconf("SC_PAGE_SIZE")):
         ctypes.string_at(page, 1)
 
 
 class Holes:
-    """Where a file has no memory, or was never written to. To be asked from its front to its end: what the kernel
-    has said once of a stretch of data, which it walks page by page, is not asked again for each part of it."""
+    """Where a file has no memory, or was never written to. Ask from front to end: the operating system walks a stretch
+    of data page by page, so its answer is kept and not asked for again for each part."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -84,12 +84,12 @@ class Holes:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            self._data_start = self._data_end = sys.maxsize  # nothing but a hole up to the file's end
+            self._data_start = self._data_end = sys.maxsize  # only a hole up to the file's end
 
 
 def _at_once(work: Callable[[int, int], None], offset: int, nbytes: int, threads: int) -> None:
-    """Call `work(offset, nbytes)` for parts of a range, whole huge pages each, on so many threads. Raises what one of
-    them raised, once all have ended."""
+    """Call `work(offset, nbytes)` for parts of a range, each of whole huge pages, on this many threads. Once all have
+    ended, raises the error of one of them."""
     part_bytes = -(-nbytes // threads // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     errors: list[Exception] = []
 
@@ -111,11 +111,11 @@ def _at_once(work: Callable[[int, int], None], offset: int, nbytes: int, threads
 
 
 class Populator:
-    """A thread that makes a new segment's data real, from its start to its end.
+    """A thread that allocates and populates a new segment's data, from start to end.
 
-    `on_progress(populated_bytes)` is called from it after each step: that many bytes of the data area, counted
-    from `data_offset`, may be handed out. `on_error(exception)` is called at most once, and ends it; what was
-    populated before stays good. Neither may raise. The segment may be closed at any time.
+    After each step it calls `on_progress(populated_bytes)`: so many bytes of the data area, counted from `data_offset`,
+    may be handed out. `on_error(exception)` is called at most once, and ends the work; what was populated before stays
+    usable. Neither may raise. The segment may be closed at any time.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Populator:
         step_bytes: int = POPULATE_STEP_BYTES,
         threads: int = 0,
     ) -> None:
-        """`threads` clear pages at once; 0: as many as there are processors, within reason."""
+        """`threads` clear pages at once; 0: as many as there are processors, within limits."""
         self._header = segment.header
         self._adopted = segment.adopted
         self._mapping = segment.mapping
@@ -147,11 +147,11 @@ class Populator:
         self.populated_bytes = 0
 
     def start(self) -> None:
-        """Begin. Once."""
+        """Begin. Call it once."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End after the step that runs now, and wait for that. True if it has ended."""
+        """End after the current step, and wait for that. True if it has ended."""
         self._stop.set()
         if self._thread.ident is None:
             self._fd.close()
@@ -165,7 +165,7 @@ class Populator:
         return not self._thread.is_alive()
 
     def wait_begun(self, timeout_s: float) -> bool:
-        """Wait for the first step, or the end of the work. True if one of them has come."""
+        """Wait for the first step, or the end of the work. True if either has happened."""
         return self._begun.wait(timeout_s)
 
     @property
@@ -192,7 +192,7 @@ class Populator:
         nbytes = min(self._step_bytes, header.data_bytes - self.populated_bytes)
         so_far = f"{self.populated_bytes >> 20:,} of {header.data_bytes >> 20:,} MiB are populated"
         what = f"the next step of pool {header.name!r} ({so_far})"
-        # Of an adopted pool the most is there: it needs no room, and what lies in it is in use and is not moved.
+        # Most of an adopted pool exists: it needs no room, and its content is in use and is not moved.
         missing_bytes = self._holes.missing_bytes(offset, nbytes) if self._adopted else nbytes
         if missing_bytes and header.backing is not Backing.HUGETLB:  # its mapping has reserved every page already
             check_room(missing_bytes, self._ask_room(), what=what)
@@ -201,7 +201,7 @@ class Populator:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise PoolError(f"{what} cannot be allocated: {error.strerror}") from error
-            check_room(nbytes, self._ask_room(), what=what)  # who took it, if that can still be seen
+            check_room(nbytes, self._ask_room(), what=what)  # who took it, if that can still be found out
             raise NotEnoughMemoryError(
                 f"{what} found {os.strerror(error.errno).lower()}: make the pool smaller, or free memory"
             ) from error

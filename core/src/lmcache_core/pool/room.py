@@ -1,6 +1,6 @@
-"""How much memory is really there: the mount, the machine and every control group above this process.
+"""How much memory is available: on the mount, on the machine and in every control group above this process.
 
-In a control group that is too small, allocation ends in an OOM kill and not in an errno. So the room is asked
+In a control group that is too small, an allocation ends in an OOM kill and not in an error. So the room is checked
 before anything is allocated, and again before each step.
 """
 
@@ -31,9 +31,9 @@ class LimitedBy(StrEnum):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that can still be allocated, and by what they are limited.
+    """Bytes that can still be allocated, and what limits them.
 
-    `figures` holds the room of everything that was asked, by a name for people.
+    `figures` holds the room of everything that was asked, under a readable name.
     """
 
     available_bytes: int
@@ -46,7 +46,7 @@ def room(backing: Backing = Backing.SHM, *, mount: Path = SHM_DIR, root: Path = 
     """The least of: free on the mount, available on the machine, limit minus usage of every control group.
 
     `mount` counts for backing shm only. Machine and control groups each keep a reserve for everyone else.
-    `root` is where /proc and /sys are looked up. What cannot be read does not limit.
+    `root` is where /proc and /sys are looked up. What cannot be read sets no limit.
     """
     asked: list[tuple[int, LimitedBy, str]] = []
     memory = _meminfo(root)
@@ -108,7 +108,7 @@ def _reserve(of_bytes: int) -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """The numbers of /proc/meminfo: KiB, but for HugePages_*, which count pages."""
+    """The numbers of /proc/meminfo: in KiB, except HugePages_*, which count pages."""
     found = {}
     for line in read_lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
@@ -132,7 +132,7 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[str, int, int]]:
 
 def group_directories(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, PurePosixPath]]:
     """(version, directory) of this process's control groups for that controller and of their ancestors, innermost
-    first. Below a version 2 directory the controller may not be switched on: then its files are not there."""
+    first. In a version 2 hierarchy the controller may be off in a directory: then its files are missing there."""
     mounts = list(_mounts(root))
     for line in read_lines(root / "proc/self/cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
@@ -154,7 +154,7 @@ def _ancestors(path: PurePosixPath, mounted_root: PurePosixPath, mount_point: Pu
     """Directories of the group and its ancestors, as far up as this mount shows them."""
     # In a container without a namespace of its own the mount shows a subtree, and the path is the host's.
     inside = path.relative_to(mounted_root) if path.is_relative_to(mounted_root) else PurePosixPath()
-    if ".." in inside.parts:  # a group outside the namespace: all that can be seen is its root
+    if ".." in inside.parts:  # a group outside the namespace: only its root can be seen
         inside = PurePosixPath()
     here = mount_point / inside
     return [here, *(up for up in here.parents if up.is_relative_to(mount_point))]
@@ -175,7 +175,7 @@ def _unescaped(field_text: str) -> PurePosixPath:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file of the kernel's; none where it cannot be read."""
+    """The lines of a file of the operating system; none if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -201,7 +201,7 @@ def _read_v1(directory: Path) -> tuple[int, int] | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file. None for "max", for no file, and for what is no number."""
+    """The number in a file. None for "max", for a missing file, and for anything that is no number."""
     lines = read_lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 

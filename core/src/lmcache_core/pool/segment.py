@@ -1,8 +1,8 @@
 """The segment: the pool's memory as one process sees it.
 
-The server creates it, under locks that never travel, and removes it. Workers attach to a descriptor that the
-server passes them (or, for backing shm, to its name); they check the header before they use an offset, and
-never remove anything.
+The server creates it, under locks that it never passes on, and removes it. Workers attach to a descriptor that the
+server passes them (or, for backing shm, to its name). They check the header before they use an offset, and never remove
+anything.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ __all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
 
 
 class Segment:
-    """A mapped pool. One thread uses its tables; views may be used from any."""
+    """A mapped pool. Its tables are used by one thread; views may be used from any thread."""
 
     def __init__(
         self, descriptor: Descriptor, header: Header, locks: Sequence[OwnerLock] = (), path: Path | None = None
     ) -> None:
-        """For `create` and `attach_*`. Takes the descriptor, and `locks`, the segment's own first."""
+        """Called by `create` and `attach_*`. Takes over the descriptor, and `locks`, the segment's own first."""
         self._descriptor = descriptor
         self._locks = tuple(locks)
-        self.path = path  # None where the backing has no name, or this process does not know it
+        self.path = path  # None if the backing has no name, or this process does not know it
         self.header = header
         self.info = header.info
-        self.adopted = False  # it is a dead server's, with all that stands in it
-        self.recreated = False  # a dead server's segment of this name was found, and given back …
+        self.adopted = False  # it was a dead server's, and its content is kept
+        self.recreated = False  # a dead server's segment of this name was found and freed …
         self.why_cold = ""  # … for this reason
         self._former_epoch = 0
-        self._epoch = 0  # of our own serving
+        self._epoch = 0  # this server's own
         self._mapping: Mapping | None = Mapping(descriptor.fileno(), header.segment_bytes)
-        self._fenced: Mapping | None = None  # the same without write permission
+        self._fenced: Mapping | None = None  # the same pool without write permission
         self._fencing = threading.Lock()
         self._buffer = self._mapping.view()
-        self.master: Master | None = None  # of the owner: what it knows, whatever is scribbled into the pool
+        self.master: Master | None = None  # the owner's own tables, safe from stray writes to the pool
         if locks:
             self.master = Master(self._buffer[: header.index_offset], *headers.regions(header))
         self._tables: Tables | None = Tables(self._buffer, header, self.master)
         self._serving = self._buffer[headers.SERVING_OFFSET : headers.SERVING_OFFSET + 8].cast("Q")
         known = self._buffer if self.master is None else self.master.buffer
         self._proof = known[headers.PROOF_OFFSET : headers.PROOF_OFFSET + 8].cast("Q")
-        # Bound once: this is called for every slot that is granted or settled.
+        # Bound once, because it is called for every slot that is granted or settled.
         self.mark_slots: Callable[[Sequence[int], int, int | None], None] = self._tables.mark_slots
         self._forked = False
         forget_in_child(self)
@@ -97,12 +97,11 @@ class Segment:
     ) -> Segment:
         """Make the pool, and own it until `close` or death.
 
-        `data_bytes` is what objects can have; tables and index come on top. `runtime_dir` is made (0700) if it is not
-        there; a lock file NAME.lock in it holds the name. What `on_stale` makes of a dead server's segment,
-        `adopted`, `recreated` and `why_cold` say (`why_not_adopt`: the caller's reason for RECREATE); one that was
-        adopted has tables that are still to be validated. Raises
-        PoolBusyError (a living owner), NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError
-        (all else); nothing new is left behind then.
+        `data_bytes` is the room for objects; tables and index come on top. `runtime_dir` is made (0700) if it is
+        missing; a lock file NAME.lock in it holds the name. `adopted`, `recreated` and `why_cold` say what `on_stale`
+        did with a dead server's segment (`why_not_adopt`: the caller's reason for RECREATE); an adopted one has tables
+        that are still to be validated. Raises PoolBusyError (a living owner), NotEnoughMemoryError (figures and cure),
+        UsageError (name, size), PoolError (all else); then nothing new is left behind.
         """
         backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
         header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1, index_entries=index_entries)
@@ -126,7 +125,7 @@ class Segment:
             undo.callback(lambda: segment.close() if segment else descriptor.close())
             segment: Segment | None = None
             if owned is not None and owned.adopted is not None:
-                # The same boot: workers that map it go on with their mapping.
+                # the same boot: workers that map it keep their mapping
                 header = replace(header, boot_id=owned.adopted.boot_id, created_ns=owned.adopted.created_ns)
             else:
                 size(descriptor.fileno(), header, access, gids)
@@ -141,14 +140,14 @@ class Segment:
         return segment
 
     def _publish_header(self) -> None:
-        """And note who served the pool before: what stands there is input."""
+        """Also note who served the pool before; that field is untrusted input."""
         master = self._owned()
         kept: int = self._word(headers.KEPT_OFFSET)[0]
         self._former_epoch = (self.serving or kept) & headers.EPOCH_MASK
         page = headers.encode(self.header).ljust(headers.HEADER_BYTES, b"\0")
         end = len(MAGIC)
         master.write(end, page[end:])
-        # Magic last: what has it is complete.
+        # Magic last: a segment with it is complete.
         master.write(0, page[:end])
 
     def _word(self, offset: int) -> memoryview:
@@ -161,15 +160,15 @@ class Segment:
 
     @classmethod
     def attach_fd(cls, fd: int | Descriptor, expected: PoolInfo, *, trust: Trust | None = None) -> Segment:
-        """Map the segment behind a descriptor that the server passed. `fd` belongs to us from now on, and is
-        closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`; UntrustedError if
-        it belongs to somebody whom `trust` (None: our uid and root) does not name."""
+        """Map the segment behind a descriptor that the server passed. Takes over `fd`, and closes it if this raises.
+        Raises PoolMismatchError, before anything is mapped, if it is not `expected`; UntrustedError if it belongs to
+        somebody whom `trust` (None: our uid and root) does not name."""
         passed = fd if isinstance(fd, Descriptor) else Descriptor.of(fd)
         try:
             os.set_inheritable(passed.fileno(), False)
             return cls._attach(passed, expected, trust, f"the segment of pool {expected.name!r}")
         except BaseException:
-            passed.close()  # now, and not when the traceback goes
+            passed.close()  # now, and not only when the traceback is freed
             raise
 
     @classmethod
@@ -191,11 +190,11 @@ class Segment:
         uid: int | None = None,
         trust: Trust | None = None,
     ) -> Segment:
-        """Map a pool of backing shm by its name: for tools, and for workers without a lifeline.
+        """Map a pool of backing shm by its name, for tools and for workers without a lifeline.
 
-        Python's resource tracker has no part in it, so nobody's exit removes the pool. Without `expected`,
-        whatever stands there is taken. `uid`: the server's, as it stands in the name (None: ours). `trust`: who may
-        own the file (None: our uid and root).
+        Python's resource tracker is not involved, so no process's exit removes the pool. Without `expected`, any pool
+        there is accepted. `uid`: the server's, as in the name (None: ours). `trust`: who may own the file (None: our
+        uid and root).
         """
         path = backings.segment_path(name, shm_dir, uid=uid)
         if expected is not None and expected.backing is not Backing.SHM:
@@ -217,7 +216,7 @@ class Segment:
             ) from error
         try:
             return cls._attach(found, expected, trust, str(path), path)
-        except UntrustedError as error:  # as if it were not there: over ZMQ one can do without
+        except UntrustedError as error:  # treated as missing: over ZMQ a client can do without it
             found.close()
             raise PoolError(str(error)) from error
         except BaseException:
@@ -228,7 +227,7 @@ class Segment:
 
     @property
     def mapping(self) -> Mapping:
-        """The mapping. Hold its `array` while its address is used."""
+        """The mapping. Hold its `array` while you use its address."""
         if self._mapping is None:
             raise self._gone()
         return self._mapping
@@ -251,9 +250,9 @@ class Segment:
         return part.toreadonly() if readonly else part
 
     def slot(self, offset: int, nbytes: int, *, fenced: bool = False) -> Any:
-        """An object of its own that lends these bytes by the buffer protocol, and lives for as long as anything shows
-        them. `fenced`: they lie on a second mapping without write permission, made when it is first needed. CUDA knows
-        one mapping: of a pool that is pinned for it, slots are not fenced. UsageError if any of it is not data."""
+        """An object that lends these bytes by the buffer protocol, and lives as long as any view of them. `fenced`:
+        they are in a second mapping without write permission, made on first use. CUDA knows one mapping: slots of a
+        pool that is pinned for it are not fenced. UsageError if any of it is not data."""
         self._check_data(offset, nbytes)
         mapping = self.mapping
         if fenced and not mapping.pinned:
@@ -271,24 +270,24 @@ class Segment:
             )
 
     def fileno(self) -> int:
-        """This process's descriptor of the segment. It carries no lock; it is not the one to send."""
+        """This process's descriptor of the segment. It carries no lock; do not send it."""
         if self._mapping is None:
             raise self._gone()
         return self._descriptor.fileno()
 
     def worker_fd(self) -> int:
-        """A second, independent open of the segment, to be sent to one worker. The caller closes it."""
+        """A second, independent open of the segment, to send to one worker. The caller closes it."""
         return backings.reopen(self.fileno()).detach()
 
     # --- the index ----------------------------------------------------------------------------------------
 
     @property
     def index_numbers(self) -> dict[str, int]:
-        """Where the index stands: `_native.Index(segment.buffer, **segment.index_numbers)`."""
+        """Where the index is: `_native.Index(segment.buffer, **segment.index_numbers)`."""
         return self.header.index_numbers
 
     def serve(self, epoch: int) -> None:
-        """Say that the server with this lease epoch answers for the index; 0: nobody does. The owner calls it."""
+        """Publish that the server with this lease epoch answers for the index; 0: nobody does. The owner calls it."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
         self._owned().write(headers.SERVING_OFFSET, epoch.to_bytes(8, "little"))
@@ -297,21 +296,21 @@ class Segment:
 
     @property
     def former_epoch(self) -> int:
-        """The lease epoch of the server that had an adopted pool before, 0 if that is not known."""
+        """The lease epoch of the adopted pool's former server; 0 if unknown."""
         return self._former_epoch
 
     def repair(self) -> int:
-        """One bounded step of writing again what was scribbled over: header, serving word, layouts and worker rows at
-        each call, slabs and slots in turn. How many words differed; the owner calls it."""
+        """Do one bounded step of repairing overwritten words: header, serving word, layouts and worker rows at each
+        call, slabs and slots in turn. Returns how many words differed. The owner calls it."""
         return self._owned().repair(REPAIR_STEP_BYTES)
 
     @property
     def serving(self) -> int:
-        """The lease epoch of the server that answers for the index, 0 for none. What stands there is input."""
+        """The lease epoch of the server that answers for the index; 0 for none. Untrusted input."""
         return self._serving[0]
 
     def still(self, info: PoolInfo) -> bool:
-        """Whether the mapping shows this pool, all at its place, and no other that was made over it."""
+        """Whether the mapping still shows this pool, unmoved, and no other that was made over it."""
         try:
             found = headers.decode(bytes(self._buffer[: headers.HEADER_BYTES]))
         except PoolMismatchError:
@@ -322,8 +321,8 @@ class Segment:
     # --- former workers -----------------------------------------------------------------------------------
 
     def living_rows(self) -> bytes:
-        """A byte for each worker row: 1 where somebody holds its life lock. Such rows are claimed, until `release_row`:
-        a new worker that got one, and its lock, would pass for the former. Rows of others are released: their workers
+        """A byte for each worker row: 1 if somebody holds its life lock. Such rows stay claimed until `release_row`: a
+        new worker with that row and lock would be taken for the former one. All other rows are released: their workers
         are dead, or never took the lock."""
         tables = self.tables
         living = bytearray(self.header.worker_rows)
@@ -338,16 +337,17 @@ class Segment:
     # --- workers and layouts ------------------------------------------------------------------------------
 
     def claim_row(self, pid: int = 0) -> tuple[int, int]:
-        """(row, nonce) of a free row of the worker table. The worker shows that it maps the pool by reading the
-        nonce there. `pid` is for messages. Rows whose life lock is still held by someone are passed over."""
+        """(row, nonce) of a free row of the worker table. The worker proves that it maps the pool by reading the nonce
+        there. `pid` is for messages. Rows whose life lock is still held are skipped."""
         for row in self.tables.free_rows():
             if lock_is_free(self.fileno(), self.tables.life_offset(row)):
                 return row, self.tables.claim_row(pid, row)
         raise LimitError(f"all {self.header.worker_rows} worker rows of pool {self.info.name!r} are taken")
 
     def take_row(self, row: int, nonce: int, pid: int = 0) -> int:
-        """Claim a row that a worker chose by itself and whose life lock it says it holds; the row's nonce. Raises
-        NotAttachedError unless it has shown that it maps the pool: by what it read there, and by the lock."""
+        """Claim a row that a worker chose by itself and whose life lock it claims to hold. Returns the row's nonce.
+        Raises NotAttachedError unless the worker has proved that it maps the pool: by what it read there, and by the
+        lock."""
         taken = not 0 <= row < self.header.worker_rows or self.tables.row_claimed(row)
         if taken or nonce != self._proof[0] or lock_is_free(self.fileno(), self.tables.life_offset(row)):
             raise NotAttachedError(
@@ -357,24 +357,24 @@ class Segment:
         return self.tables.claim_row(pid, row)
 
     def shown(self, row: int) -> int:
-        """What a worker that holds the life lock of a row says to the server, to show that it maps the pool: the nonce
-        of the row that the server gave it, or, of one that it chose by itself, what all of those have in common."""
+        """What a worker that holds a row's life lock tells the server to prove that it maps the pool: the nonce of a
+        row that the server gave it, or, if it chose the row by itself, the proof that all such rows share."""
         return self.tables.row_nonce(row) or self._proof[0]
 
     def release_row(self, row: int) -> None:
-        """Give a row back, once its worker is proven dead or has said good-bye."""
+        """Free a row, once its worker is proven dead or has said goodbye."""
         self.tables.release_row(row)
 
     def tally_offset(self, row: int) -> int:
-        """Where in the segment the worker of this row counts."""
+        """Offset in the segment of the tally line for this row's worker."""
         return self.tables.tally_offset(row)
 
     def clear_tally(self, row: int) -> None:
-        """What the row's former worker has counted is not ours. For the worker that holds the row's life lock."""
+        """Clear what the row's former worker counted. For the worker that holds the row's life lock."""
         self.tables.tally(row)[:] = memoryview(bytes(TALLY_BYTES)).cast("Q")
 
     def row_nonce(self, row: int) -> int:
-        """The nonce that stands in a row, 0 if the row is free."""
+        """The nonce in a row; 0 if the row is free."""
         return self.tables.row_nonce(row)
 
     @property
@@ -385,7 +385,7 @@ class Segment:
         return self._tables
 
     def life_offset(self, row: int) -> int:
-        """Where in the segment the life lock of a row lies."""
+        """Offset in the segment of a row's life lock."""
         return self.tables.life_offset(row)
 
     def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
@@ -393,7 +393,7 @@ class Segment:
         self.tables.add_layout(layout_id, fingerprint, nbytes)
 
     def remove_layout(self, layout_id: int) -> None:
-        """Take a layout back. Nobody uses it, and no object of it is in the pool."""
+        """Remove a layout. Nobody uses it, and the pool has no object of it."""
         self.tables.remove_layout(layout_id)
 
     @property
@@ -414,9 +414,9 @@ class Segment:
         return self._mapping is None
 
     def close(self, *, keep: bool | None = None) -> None:
-        """Unmap it, and as its owner also remove lock file and name. `keep`: leave the name to the next server; None:
-        as it was found, so that who adopts a pool and fails before it serves leaves that as it was. Memory stays mapped
-        while any view of it lives."""
+        """Unmap it; its owner also removes lock file and name. `keep`: leave the name to the next server. None: leave
+        it as it was found, so a server that adopts a pool and fails before it serves changes nothing. Memory stays
+        mapped while any view of it lives."""
         if self._mapping is None:
             return
         keep = self.adopted if keep is None else keep
@@ -441,7 +441,7 @@ class Segment:
 
     def after_fork_in_child(self) -> None:
         """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing. What a worker has lent out stays
-        readable there: see `Mapping.in_forked_child`. A server lends nothing, and its child keeps nothing."""
+        readable there: see `Mapping.in_forked_child`. A server lends nothing, so its child keeps nothing."""
         if self._mapping is None:
             return
         again = [
@@ -449,14 +449,14 @@ class Segment:
         ]
         self._locks = ()  # they have closed themselves
         self._forked = True
-        # A copy of it may not be had: there may be no descriptor left.
+        # It cannot be copied: there may be no descriptor left.
         descriptor, self._descriptor = self._descriptor, Descriptor()
         try:
             self._unmap()
             for map_again in again:
                 map_again(descriptor.fileno())
         finally:
-            descriptor.close()  # or a dead parent's memory would live as long as the child
+            descriptor.close()  # otherwise a dead parent's memory would live as long as the child
 
     def __enter__(self) -> Self:
         return self
@@ -472,8 +472,8 @@ def _no_slots(offsets: Sequence[int], state: int, row: int | None) -> None:
 
 
 def name_exists(segment: Segment) -> bool:
-    """False once the segment's name has been deleted or given to another file. One stat: ask once a second.
+    """False once the segment's name has been deleted or given to another file. Costs one stat: ask once a second.
 
-    A segment without a name (memfd, hugetlb) has none to lose.
+    A segment without a name (memfd, hugetlb) cannot lose it.
     """
     return segment.path is None or same_file(segment.fileno(), segment.path)

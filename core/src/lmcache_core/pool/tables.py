@@ -1,7 +1,7 @@
 """The tables in front of the data: layouts, workers, slabs, slots.
 
-The server's own memory is the truth while it lives (`pool/master.py`); the tables are what it publishes for tools,
-and for the next server, which validates them like any input. One writer: the server's loop thread.
+While the server lives, its own memory is the truth (`pool/master.py`). The tables are what it publishes for tools and
+for the next server, which validates them like any input. One writer: the server's loop thread.
 
     layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
     worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
@@ -38,7 +38,7 @@ _CLAIMED = 1
 
 
 class SlotState(IntEnum):
-    """What the slot table says of a slot. Anything but FREE keeps an adopting server's hands off."""
+    """What the slot table says of a slot. An adopting server touches no slot that is not FREE."""
 
     FREE = 0
     WRITING = 1
@@ -50,7 +50,7 @@ class SlotState(IntEnum):
 
 def mark_slots_plainly(known: memoryview, words: memoryview, offsets: list[int], data_offset: int, word: int) -> None:
     """As `_native.mark_slots`."""
-    # A negative index would wrap around to the end of the table without a sound.
+    # A negative index would silently wrap around to the end of the table.
     if offsets and not data_offset <= min(offsets) <= max(offsets) < data_offset + len(words) * PAGE_BYTES:
         raise IndexError
     first_page = data_offset >> _PAGE_SHIFT
@@ -65,7 +65,7 @@ _mark_slots = mark_slots_plainly if native is None else native.mark_slots
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """A registered layout: what two sides compare, and the bytes of one object."""
+    """A registered layout: what both sides compare, and the bytes of one object."""
 
     fingerprint: int
     nbytes: int
@@ -74,7 +74,7 @@ class LayoutRow:
 class Tables:
     """Reads and writes the tables of a mapped segment. `buffer` is the whole mapping.
 
-    The owner gives its `master`: then nothing that stands in the pool is read, and what is written goes to both.
+    The owner passes its `master`: then nothing is read from the pool, and writes go to both.
     """
 
     def __init__(self, buffer: memoryview, header: Header, master: Master | None = None) -> None:
@@ -92,10 +92,10 @@ class Tables:
         form.pack_into(self._buffer, offset, *values)
 
     def mark_slots(self, offsets: Sequence[int], state: int, row: int | None = NO_ROW) -> None:
-        """Write the slot word of each offset; with `row` None each keeps the row that it has. The caller names starts
-        of slots inside the data area.
+        """Write the slot word of each offset; with `row` None each keeps its row. The caller names starts of slots
+        inside the data area.
 
-        About 12 ns a slot, 90 ns without the C extension. Raises `UsageError` for an offset outside the data, and then
+        About 12 ns per slot, 90 ns without the C extension. An offset outside the data raises `UsageError`, and then
         nothing is marked.
         """
         if row is None:
@@ -121,13 +121,13 @@ class Tables:
         return word & 0xFF, word >> 8 & 0xFFFF
 
     def mark_slab(self, offset: int, slab_bytes: int, object_bytes: int) -> None:
-        """Say which size class a slab serves: objects of `object_bytes` (whole pages), 0 for none."""
+        """Publish which size class a slab serves: objects of `object_bytes` (whole pages), 0 for none."""
         if slab_bytes < 0 or slab_bytes % PAGE_BYTES or object_bytes % PAGE_BYTES:
             raise UsageError(
                 f"a slab of {slab_bytes} bytes for objects of {object_bytes}: both are whole multiples of {PAGE_BYTES}"
             )
         index = self._index(offset, SLAB_BYTES_MIN)
-        # The last slab of a pool may be shorter than whole rows of this table: the pool's end is its end.
+        # The pool's last slab may be shorter than whole rows of this table: it ends where the pool ends.
         word = object_bytes // PAGE_BYTES | -(-slab_bytes // SLAB_BYTES_MIN) << 32
         self._known_slabs[index] = word
         self._slabs[index] = word
@@ -149,7 +149,7 @@ class Tables:
     # --- layouts ----------------------------------------------------------------------------------------
 
     def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
-        """Publish a layout. The same id may be given again with the same layout, or once it was removed."""
+        """Publish a layout. An id may be used again with the same layout, or after its removal."""
         if not 0 <= layout_id < self._header.layout_rows:
             raise LimitError(f"layout id {layout_id} is over the pool's {self._header.layout_rows} layouts")
         row = LayoutRow(fingerprint, nbytes)
@@ -159,7 +159,7 @@ class Tables:
         self._pack(_LAYOUT, self._layout_offset(layout_id), fingerprint, nbytes, 1)
 
     def remove_layout(self, layout_id: int) -> None:
-        """Take a layout back: its id may be given to another one."""
+        """Remove a layout: its id may be given to another one."""
         self._pack(_LAYOUT, self._layout_offset(layout_id), 0, 0, 0)
 
     @property
@@ -184,25 +184,25 @@ class Tables:
         return self._header.workers_offset + row * WORKER_ROW_BYTES
 
     def tally_offset(self, row: int) -> int:
-        """Where the line of a row begins."""
+        """Segment offset of a row's tally line."""
         if not 0 <= row < self._header.tally_rows:
             raise UsageError(f"worker row {row} is outside the table of {self._header.tally_rows}")
         return self._header.tallies_offset + row * TALLY_BYTES
 
     def tally(self, row: int) -> memoryview:
-        """The line that the worker of this row counts in, format Q. It alone writes to it, and clears what its row's
-        former worker left; anybody may read."""
+        """The tally line of this row's worker, format Q. Only that worker writes to it, and it clears what the row's
+        former worker left. Anybody may read it."""
         start = self.tally_offset(row)
         return self._buffer[start : start + TALLY_BYTES].cast("Q")
 
     def claim_row(self, pid: int, row: int) -> int:
-        """Fill in a free row and return its nonce: a worker that can say it maps the pool."""
+        """Fill in a free row and return its nonce. A worker that can repeat the nonce maps the pool."""
         nonce = secrets.randbits(64) or 1
         self._pack(_WORKER, self.life_offset(row), _CLAIMED, nonce, max(pid, 0), time.time_ns())
         return nonce
 
     def free_rows(self) -> Iterator[int]:
-        """Rows that nobody claims, starting behind the one released last."""
+        """Rows that nobody claims, starting after the one released last."""
         rows = self._header.worker_rows
         for step in range(rows):
             row = (self._next_row + step) % rows
@@ -214,15 +214,14 @@ class Tables:
         return bool(_U64.unpack_from(self._known, self.life_offset(row))[0])
 
     def release_row(self, row: int) -> None:
-        """Give a row back. The caller knows that its life lock is free, or was never taken."""
+        """Free a row. The caller knows that its life lock is free, or was never taken."""
         if not self.row_claimed(row):
             raise PoolError(f"worker row {row} is released and nobody holds it")
         self.clear_row(row)
         self._next_row = (row + 1) % self._header.worker_rows
 
     def clear_row(self, row: int) -> None:
-        """Make a row nobody's, whatever stands there: it is a dead server's. The caller knows that its life lock is
-        free."""
+        """Free a dead server's row, whatever it contains. The caller knows that its life lock is free."""
         self._pack(_WORKER, self.life_offset(row), 0, 0, 0, 0)
 
     def row_nonce(self, row: int) -> int:
