@@ -191,7 +191,7 @@ class Frame:
         self.lease.refuse(error, len(self.keys))
 
     def cancel(self, outcome: _Outcome) -> None:
-        """Give up the answer: if it arrives, what it grants is returned."""
+        """Give up the answer: if it arrives, what it grants is given back."""
         if not self.heard:
             self.move(FrameEvent.CANCEL)
             self.lease.leave()
@@ -439,7 +439,7 @@ class PagesJob(ABC):
 
     @abstractmethod
     def _end(self, status: Status, reason: Reason) -> None:
-        """Stop, and set this status for what is not done."""
+        """Stop, and set this status for everything not done yet."""
 
 
 class _LeasedRead:

@@ -9,20 +9,20 @@
 The medium must be empty at the start of each test, and the test's own. More fixtures unlock more tests:
 
     reopen         callable: one more adapter on the same medium; the kit closes what it made
-    second         callable: another server's adapter on the medium; `reopen` will do where shared is claimed
+    second         callable: another server's adapter on the medium; `reopen` will do if shared is claimed
     backdoor       a `Backdoor`: the medium itself, past the adapter
     small_adapter  an adapter whose medium holds between 1 and 4 MiB
-    expire         callable: all objects on the medium reach the end of their time to live
+    expire         callable: makes the time to live of all objects on the medium end
     unreachable    an adapter whose medium is not there
-    hang           context manager: within it the medium takes requests and answers none
+    hang           context manager: within it the medium accepts requests and answers none
     stall          context manager: within it answers begin and do not end
-    outage         context manager: within it the medium is not there; afterwards it is, with what it held
-    lock           context manager: within it the medium takes no store
+    outage         context manager: within it the medium is away; afterwards it is back, with its objects
+    lock           context manager: within it the medium accepts no store
     busy           context manager: within it the medium answers every request with a refusal
     litter         callable: puts things on the medium that are no objects, one of them, where that is possible, in the
                    place of the key that it is given
     wipe           callable: empties the medium, past the adapter
-    leftovers      callable: what lies on the medium beside objects, and is to be gone once nobody uses it
+    leftovers      callable: lists what is on the medium besides objects and must be gone once nobody uses it
 
 `StallingProxy` gives `hang`, `stall` and `outage` to any medium behind TCP. `durable` and `shared` ask for `reopen`,
 `durable` also for `backdoor`; `evicts` asks for `small_adapter`, `ttl` for `expire`: a claim without its fixture is a
@@ -53,20 +53,20 @@ from lmcache_core.tiers.contract import L2Adapter
 
 
 class Backdoor(ABC):
-    """The medium itself, as someone with another tool sees it. Bytes are those on the medium, whatever the adapter
-    puts around an object: the kit cuts, flips and swaps them without knowing their meaning."""
+    """The medium itself, as seen with another tool. Bytes are those on the medium, including what the adapter adds to
+    an object: the kit cuts, flips and swaps them without knowing their meaning."""
 
     @abstractmethod
     def read(self, key: bytes) -> bytes | None:
-        """What the medium holds for a key; None: nothing."""
+        """What the medium holds for a key, or None."""
 
     @abstractmethod
     def write(self, key: bytes, content: bytes) -> None:
-        """Put these bytes in the place of the object, as they are."""
+        """Replace the object's bytes, as they are."""
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Take the object away. It is there."""
+        """Remove the object. It exists."""
 
 
 class L2AdapterContract(
@@ -85,16 +85,16 @@ class L2AdapterContract(
 ):
     """What the kernel relies on, whatever the medium."""
 
-    largest_object_bytes: ClassVar[int] = 16 << 20  # of what is tried; less where the capabilities say less
+    largest_object_bytes: ClassVar[int] = 16 << 20  # the largest to test; less if the capabilities say so
     scan_objects: ClassVar[int] = 40  # stored, replaced and deleted one by one
-    scan_pages_objects: ClassVar[int] = 1100  # of a byte or two: more than a page of a scan holds
-    quick_scan_pages_objects: ClassVar[int | None] = None  # with --kit=quick, where a store takes milliseconds
-    scan_wait_s: ClassVar[float] = 2.5  # between two scans: more than twice what the medium counts time by
-    tells_last_use: ClassVar[bool] = False  # True: a scan tells when an object was loaded, and not only when stored
+    scan_pages_objects: ClassVar[int] = 1100  # of a byte or two: more than one page of a scan holds
+    quick_scan_pages_objects: ClassVar[int | None] = None  # with --kit=quick, if a store takes milliseconds
+    scan_wait_s: ClassVar[float] = 2.5  # between two scans: more than twice the medium's clock resolution
+    tells_last_use: ClassVar[bool] = False  # True: a scan shows when an object was loaded, not only when it was stored
 
     @pytest.fixture
     def adapter(self) -> L2Adapter:
-        """The adapter under test; closed by whoever made it."""
+        """The adapter under test; its creator closes it."""
         pytest.fail(f"{type(self).__name__} has no fixture 'adapter': return, or yield, the adapter under test")
 
     @pytest.fixture

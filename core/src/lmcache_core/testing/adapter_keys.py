@@ -51,7 +51,7 @@ def _expect_apart(adapter: L2Adapter, keys: Sequence[bytes], which: str) -> None
 
 
 def _another(found: bytes | bytearray, key: bytes) -> str:
-    """Describes the key whose object that is."""
+    """Says which key that object belongs to."""
     if len(found) != len(key):
         return "bytes that belong to none of them"
     places = [at for at, (one, other) in enumerate(zip(found, key, strict=True)) if one != other]

@@ -330,7 +330,7 @@ class EvictionPolicyContract(Contract):
             ) from error
 
     def test_charges_come_and_go_and_leave_nothing_behind(self, make: Make) -> None:
-        """What is being written, loaded or reserved is charged before it is an entry, and then uncharged."""
+        """A write, load or reservation is charged before it becomes an entry, and the charge is then removed."""
         charged, plain = make(), make()
         for policy in (charged, plain):
             policy.insert(residents(50))

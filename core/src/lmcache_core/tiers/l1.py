@@ -131,8 +131,8 @@ class L1Port(Protocol):
         ...
 
     def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
-        """Remove these incarnations from the L1 (with the last pin where there are pins). One that is gone is no
-        error, and its successor stays."""
+        """Remove these incarnations from the L1 (a pinned one when its last pin ends). If one is gone that is no error,
+        and its successor stays."""
         ...
 
     @property

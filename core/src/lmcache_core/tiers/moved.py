@@ -9,7 +9,7 @@ from typing import Any
 
 
 def moved(former: str, now: str) -> Callable[[str], Any]:
-    """The `__getattr__` of the module `former`, whose contents are those of the module `now`."""
+    """The `__getattr__` of the module `former`, which now has the contents of the module `now`."""
 
     def attribute(name: str) -> Any:
         if name.startswith("__"):  # the import system asks modules for these

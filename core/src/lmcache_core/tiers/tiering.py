@@ -9,9 +9,9 @@ How a loop drives it (the time is its clock's, set once a turn):
     loop:
         poll(timeout = tiering.next_deadline() - clock.read())
         clock.turn()
-        tiering.step()                         # completions, what is late, next batches; bounded work; calls on_done
+        tiering.step()                         # completions, late calls, next batches; bounded work; calls on_done
     …
-    tiering.begin_drain()                      # SIGTERM: everything dirty goes out; go on calling step()
+    tiering.begin_drain()                      # SIGTERM: store everything dirty; keep calling step()
     tiering.drained                            # True: nothing is pending or in flight any more
     idle = tiering.close()                     # never waits; False: a lane call is still out, keep the mapping
 

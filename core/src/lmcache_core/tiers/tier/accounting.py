@@ -94,7 +94,7 @@ class Accounting:
         if isinstance(policy, GuardedPolicy):
             self.tenancy = Tenancy(policy, self._bytes_taken, self._charged, self)
 
-    # --- whose it is ----------------------------------------------------------------------------------------
+    # --- owners ---------------------------------------------------------------------------------------------
     def reserve(self, namespace: int, nbytes: int) -> None:
         """Reserve bytes for a namespace (negative: release them)."""
         self.bytes_reserved += nbytes
@@ -355,7 +355,7 @@ class Accounting:
         return chosen
 
     def _bytes_taken(self) -> int:
-        """Of the policy's entries, and of what is charged."""
+        """Sums the policy's entries and the charges."""
         return self.bytes_used - sum(entry.nbytes for entry in self._aside) + sum(self._charged.values())
 
     def position(self, entry: Entry) -> int:

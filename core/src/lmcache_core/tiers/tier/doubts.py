@@ -106,7 +106,7 @@ class Doubts:
                 self._end(asked[key])
                 if not changed.saw(key):
                     self._settle(key, asked[key], there=there)
-                elif changed.undecided(key) and key not in self._keys:  # otherwise the call that changed it has told
+                elif changed.undecided(key) and key not in self._keys:  # otherwise that call has reported it
                     self.add({key: asked[key].nbytes}, damaged=asked[key].damaged)
 
         def late(call: Call) -> None:

@@ -71,7 +71,7 @@ class Watch:
         return any(change.made is not Made.NO for change in self._changes.get(key, ()))
 
     def undecided(self, key: bytes) -> bool:
-        """Whether it may be, and nobody may ever report it: a waiting change may still be dropped before it begins."""
+        """Whether it may be out of date without anybody ever reporting it: a waiting change may be dropped unmade."""
         changes = self._changes.get(key, ())
         return any(change.made is Made.NOT_YET for change in changes) and not any(
             change.made is Made.YES for change in changes

@@ -11,7 +11,7 @@ from lmcache_core.transitions import Transitions
 
 
 class RebuildState(StrEnum):
-    """What is being done."""
+    """The current step."""
 
     OFF = "off"  # the medium cannot be scanned
     SCANNING = "scanning"
