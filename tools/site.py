@@ -161,10 +161,15 @@ def relinked(source: Path, page: Path, homes: dict[Path, Path]) -> Iterator[str]
         shutil.copy(found, PAGES / home)
         return f"![{label}]({Path(os.path.relpath(home, page.parent)).as_posix()})"
 
-    fenced = False
+    fenced, text = False, ""  # lines outside code blocks, together: a link may be broken across two
     for line in source.read_text(encoding="utf-8").splitlines(keepends=True):
-        fenced ^= bool(_FENCE.match(line.lstrip()))
-        yield line if fenced else _IMAGE.sub(image, _LINK.sub(link, line))
+        fence = bool(_FENCE.match(line.lstrip()))
+        if fence or fenced:
+            yield _IMAGE.sub(image, _LINK.sub(link, text)) + line
+            fenced, text = fenced ^ fence, ""
+        else:
+            text += line
+    yield _IMAGE.sub(image, _LINK.sub(link, text))
 
 
 # --- pages that the code writes -------------------------------------------------------------------------------

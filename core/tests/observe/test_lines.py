@@ -79,6 +79,7 @@ def test_a_server_logs_in_lines_of_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert any("LMCACHE_CORE_NONSENSE is not a setting" in line["message"] for line in lines)
     assert any("drains" in line["message"] for line in lines)
     named = [line["event"]["event"] for line in lines if "event" in line]
-    others = {*named} - {"populated", "peer_refused"}  # it may end before it is populated
+    # It may end before it is populated; the extension is not everywhere.
+    others = {*named} - {"populated", "peer_refused", "no_c_extension"}
     assert others == {"serving", "draining", "drain", "ending"}
     assert ("peer_refused" in named) == strange

@@ -55,10 +55,10 @@ class ComponentSpec:
         kind: Its family.
         name: What users write: lower-case words joined by single underscores.
         factory: `module:attribute`, imported on first use. Called as `factory(settings, context)` for an adapter, an
-        event subscriber, an operation, a helper or a companion, and as `factory(settings)` for everything else.
+            event subscriber, an operation, a helper or a companion, and as `factory(settings)` for everything else.
         settings: `module:attribute` of a frozen pydantic model that forbids extra fields. None: the component has none,
-        and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
-        `.settings` of the table that names a policy or serde.
+            and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
+            `.settings` of the table that names a policy or serde.
         summary: A line for `lmcache-core plugins`.
     """
 
@@ -75,7 +75,7 @@ class PluginInfo:
 
     Attributes:
         api: The generation of hooks and contracts that it was written for, as a literal number: a plugin that returns
-        `API_GENERATION` itself claims to fit every future version.
+            `API_GENERATION` itself claims to fit every future version.
         summary: A line about it.
     """
 

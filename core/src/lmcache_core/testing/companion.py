@@ -115,4 +115,4 @@ class CompanionContract(Contract):
 
     def test_it_ends_in_order(self, companion_server: Server, caplog: pytest.LogCaptureFixture) -> None:
         companion_server.stop()
-        assert "did not end in order" not in caplog.text, "the server stopped, and the companion did not end in order"
+        assert "failed while closing" not in caplog.text, "the server stopped, and the companion did not end in order"

@@ -34,16 +34,16 @@ class Result(StrEnum):
 
     Attributes:
         DONE: Stored, loaded or deleted, and visible to every reader from now on. Never for a refused object: the server
-        considers it stored.
+            considers it stored.
         MISS: Of a load: the medium does not have it. Of no other call: deleting what is not there is DONE.
         FULL: Of a store: the medium has no room. An ordinary answer that is not retried. The tier evicts a part of its
-        objects, and this object is not stored there.
+            objects, and this object is not stored there.
         THROTTLED: Of any call: the medium asks for a pause. The lane retries up to three times within the deadline,
-        after 50 ms and twice as long each time. This does not count against the tier's health.
+            after 50 ms and twice as long each time. This does not count against the tier's health.
         DAMAGED: Of a load: the object is longer than the buffers, or fails the medium's own checks. It is set aside and
-        counts as a miss. Shorter objects are DONE with their length: the server checks their content.
+            counts as a miss. Shorter objects are DONE with their length: the server checks their content.
         FAILED: Of any call: an error. Retried like THROTTLED if `Outcome.retryable` is set. After five calls in a row
-        with a FAILED outcome, the tier is left alone, and probed until it is back.
+            with a FAILED outcome, the tier is left alone, and probed until it is back.
     """
 
     DONE = "done"
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
         result: One of the six.
         nbytes: Of a load that is DONE: the bytes that it wrote, header and payload together. Ignored for a store.
         error: What went wrong, in words for an operator: the tier's name, the place, and what the medium said. It
-        appears in `status` and `explain`, so it must not contain secrets.
+            appears in `status` and `explain`, so it must not contain secrets.
         retryable: Whether the same call may succeed soon. Only read for FAILED.
     """
 
@@ -77,7 +77,7 @@ class StoreItem(NamedTuple):
     Attributes:
         key: 1 to `key_bytes_max` bytes of any value, including NULs. A server's keys have 44.
         buffers: One after another; the first is the object's header. Read-only for the adapter, which must not use them
-        after the call returns.
+            after the call returns.
     """
 
     key: bytes
@@ -95,7 +95,7 @@ class LoadItem(NamedTuple):
     Attributes:
         key: The key of the store.
         buffers: To be filled one after another. An object shorter than their total may end inside any of them; the rest
-        may have any content, because nobody reads it.
+            may have any content, because nobody reads it.
     """
 
     key: bytes
@@ -123,7 +123,7 @@ class ScanEntry(NamedTuple):
         key: The key of the store.
         nbytes: Its bytes as stored, including the header.
         used_at_s: The time of its last use if the medium knows it, else of its store: seconds since the epoch on the
-        wall clock (`time.time()`), of all servers that share the medium. Orders the first evictions after a start.
+            wall clock (`time.time()`), of all servers that share the medium. Orders the first evictions after a start.
     """
 
     key: bytes
@@ -151,22 +151,22 @@ class Capabilities:
         thread_safe: Its methods may be called by several threads at once. False: one thread, one call at a time, and a
             call that hangs stops the tier until it returns.
         delete: It can delete. False: `delete` and `set_aside` are never called, the tier evicts nothing (a capacity
-        with an eviction policy is refused), and damaged or cleared objects stay, unread.
+            with an eviction policy is refused), and damaged or cleared objects stay, unread.
         scan: It can list its objects. False: `scan` is never called; objects of a former server are found by `exists`
-        when they are requested, but are not accounted for, and not evicted by us.
+            when they are requested, but are not accounted for, and not evicted by us.
         ttl: The medium expires objects by itself. The kit asks for the fixture `expire`.
         durable: Objects outlive the adapter and its process: a new adapter on the same medium finds them. The kit asks
             for `reopen` and `backdoor`.
         evicts: The medium drops objects by itself when it is full. The kit asks for `small_adapter`.
         shared: Several servers may use the medium at once, and each sees what the others store and delete. The kit asks
-        for `reopen`.
+            for `reopen`.
         batch_keys_max: Items in one call, at most; never more than 64.
         batch_bytes_max: Bytes in one call beyond which larger calls gain nothing. A larger object comes alone. None: 64
-        MiB.
+            MiB.
         object_bytes_max: The largest object that it stores, including the header; larger ones are FAILED, and not
-        retryable. None: no limit (objects have at most 4 GiB).
+            retryable. None: no limit (objects have at most 4 GiB).
         key_bytes_max: The longest key that it accepts. A server's keys have 44 bytes: an adapter with less cannot be a
-        tier.
+            tier.
     """
 
     thread_safe: bool = True
