@@ -1,4 +1,4 @@
-/* Adoption for Python: adoption.h read whole at construction, then objects one batch at a time. */
+/* Adoption for Python: construction reads the whole pool (adoption.h), then objects come one batch at a time. */
 #include "adoption.h"
 
 #include "module.h"
@@ -17,8 +17,8 @@ typedef struct {
 
 /* --- construction -------------------------------------------------------------------------------------------- */
 
-/* What is wrong with the geometry, or NULL. The header it comes from was compared with a plan of our own: a caller
- * that gets this is broken, and must not make us read outside of the mapping. */
+/* What is wrong with the geometry, or NULL. The header with it was compared with our own plan: a caller that gets this
+ * is broken, and must not make us read outside the mapping. */
 static const char *check_input(const adoption_input *in, uint64_t index_offset) {
     uint64_t data_bytes = in->data_bytes;
     struct {
@@ -154,7 +154,7 @@ static PyObject *adoption_touch_keys(AdoptionObject *self, PyObject *args) {
     PyObject *found = row != NULL ? PyList_New(0) : NULL;
     for (Py_ssize_t i = 0; found != NULL && self->state.pending != 0 && i < PySequence_Fast_GET_SIZE(row); i++) {
         PyObject *key = PySequence_Fast_GET_ITEM(row, i);
-        /* What is no key is nobody's: whoever asked is told so by the kernel. */
+        /* Something that is no key belongs to nobody: the kernel tells the caller. */
         if (!PyBytes_Check(key) || PyBytes_GET_SIZE(key) != INDEX_KEY_BYTES)
             continue;
         index_key wanted = index_key_of((const unsigned char *)PyBytes_AS_STRING(key), space);

@@ -1,8 +1,8 @@
-/* Adoption: a new server takes over the pool of a dead one. Its tables and its index are input, like any packet.
+/* Adoption: a new server takes over a dead server's pool. Its tables and index are untrusted input, like any packet.
  *
- * What is found there was written by the former server, and perhaps torn by its death in the middle of a change; and
- * every worker maps the pool, so anything may stand anywhere. Nothing read here is followed before it was checked, and
- * what was checked is kept in memory of our own: slabs, layouts, and which slot belongs to which object.
+ * The former server wrote what is found there, and may have died in the middle of a change. And every worker maps the
+ * pool, so anything may be anywhere. Nothing read here is followed before it was checked, and what was checked is kept
+ * in our own memory: slabs, layouts, and which slot belongs to which object.
  *
  *     slab     counts if it starts on a unit, ends on one (or with the pool), and overlaps no other
  *     slot     READY: kept if exactly one entry of the index claims it. WRITING, LOADING, QUARANTINED: waits while the
@@ -12,11 +12,11 @@
  *     space    has one layout: that of its first entry that counts. An entry of another one does not count
  *     slot that two keys claim: neither can be believed, so both are dropped
  *
- * What does not count is put right on the way, so that the tables say what the new server believes: entries become
- * GONE (their generation moves on, so a reader that still copies sees it), slots FREE, slab words 0.
+ * Whatever does not count is repaired on the way, so that the tables say what the new server believes: entries become
+ * GONE (their generation moves on, so a reader in the middle of a copy sees it), slots FREE, slab words 0.
  *
- * The order of the server's own steps makes every moment of a death such an input: a slot is READY in the table
- * before its entry is READY, and an entry has left READY before its slot is anything else.
+ * The server's own steps are ordered so that a death at any moment leaves such an input: a slot is READY in the table
+ * before its entry is READY, and an entry leaves READY before its slot becomes anything else.
  */
 #ifndef LMCACHE_CORE_ADOPTION_H
 #define LMCACHE_CORE_ADOPTION_H
@@ -35,13 +35,13 @@ enum {
 };
 enum { ADOPTION_PAGE = 4096, ADOPTION_NO_ROW = 0xFFFF, ADOPTION_LAYOUT_ROW = 32 };
 
-/* What a slot stands for, in `claim`: an entry's number, or one of these. */
+/* What `claim` says about a slot: an entry's number, or one of these. */
 enum {
     CLAIM_NONE = 0xFFFFFFFF,     /* free */
-    CLAIM_WAITING = 0xFFFFFFFE,  /* for a former worker */
-    CLAIM_OPEN = 0xFFFFFFFD,     /* READY, and no entry has claimed it so far */
-    CLAIM_CONFLICT = 0xFFFFFFFC, /* two keys have */
-    CLAIM_TAKEN = 0xFFFFFFFB,    /* the kernel has its object, or has been told that it is lost */
+    CLAIM_WAITING = 0xFFFFFFFE,  /* waits for a former worker */
+    CLAIM_OPEN = 0xFFFFFFFD,     /* READY, and no entry has claimed it yet */
+    CLAIM_CONFLICT = 0xFFFFFFFC, /* two keys have claimed it */
+    CLAIM_TAKEN = 0xFFFFFFFB,    /* the kernel has its object, or was told that it is lost */
     CLAIM_ENTRIES_MAX = 0xFFFFFFF0,
 };
 
@@ -49,12 +49,12 @@ enum {
 enum {
     DROP_UNFINISHED, /* slots whose writer is dead */
     DROP_UNINDEXED,  /* READY slots that no entry claims */
-    DROP_HALF_CHANGED, /* entries that the death caught in the middle of a change */
-    DROP_MISPLACED,  /* entries outside the reach of a probe, or with an offset that is no slot's */
+    DROP_HALF_CHANGED, /* entries that were half changed at the death */
+    DROP_MISPLACED,  /* entries that no probe reaches, or whose offset is no slot's */
     DROP_LAYOUT,     /* entries of an unknown layout, not of its size, or not of their namespace's */
     DROP_NOT_READY,  /* entries whose slot is not READY */
-    DROP_DUPLICATE,  /* entries of a key that stands nearer to its home, or of a slot that another key claims */
-    DROP_UNVERIFIABLE, /* entries without a checksum, where nothing is believed unchecked */
+    DROP_DUPLICATE,  /* entries of a key that has one nearer to its home, or of a slot that another key claims */
+    DROP_UNVERIFIABLE, /* entries without a checksum, when everything must be verified */
     DROP_SLABS,      /* slab words that make no sense */
     DROP_CAUSES,
 };
@@ -62,7 +62,7 @@ enum {
 typedef struct {
     uint64_t start, nbytes; /* from the start of the segment */
     uint64_t slot_bytes, slots;
-    uint64_t first; /* the number of its first slot among all slots of all slabs */
+    uint64_t first; /* number of its first slot among all slots of all slabs */
     uint64_t used;  /* slots that are not free */
     uint64_t fresh; /* offset behind the last slot that is not free */
 } adopted_slab;
@@ -81,7 +81,7 @@ typedef struct {
 typedef struct {
     uint64_t space;
     uint32_t layout;
-    uint32_t objects; /* that nobody has taken yet */
+    uint32_t objects; /* objects that nobody has taken yet */
 } adopted_space;
 
 typedef struct {
@@ -91,9 +91,9 @@ typedef struct {
     uint64_t layouts_offset, layout_rows, slabs_offset, slab_rows, slots_offset, slot_rows;
     uint64_t worker_rows;
     uint64_t object_bytes_max, slab_bytes_min;
-    const unsigned char *living; /* one byte a worker row: its life lock is held */
-    bool distrust;               /* keep only what has a checksum, and have every reader check it */
-    unsigned char *master;       /* the tables as the new server knows them, zeroed, or NULL: what was checked goes here */
+    const unsigned char *living; /* one byte per worker row: 1 if its life lock is held */
+    bool distrust;               /* keep only objects with a checksum, and make every reader verify them */
+    unsigned char *master;       /* the new server's own tables, zeroed, or NULL: checked words are copied here */
 } adoption_input;
 
 typedef struct {
@@ -104,17 +104,17 @@ typedef struct {
     adopted_slab *slabs;
     uint64_t slab_count, slot_count;
     uint32_t *claim;
-    uint32_t *stored; /* the second in which a slot's object was published */
+    uint32_t *stored; /* Unix second in which a slot's object was published */
     adopted_wait *waits;
     uint64_t wait_count, wait_room;
-    uint64_t *order; /* slot numbers of the objects, the oldest first */
+    uint64_t *order; /* slot numbers of the objects, oldest first */
     uint64_t objects, nbytes, cursor, pending;
     uint64_t ready, gone; /* entries of the index */
     uint64_t dropped[DROP_CAUSES];
-    adopted_space *spaces; /* in the order in which they were met */
-    uint32_t *space_at;    /* a hash table of their numbers + 1, a power of two of rows, at most half full */
+    adopted_space *spaces; /* in the order in which they were found */
+    uint32_t *space_at;    /* hash table of their numbers + 1: a power of two of rows, at most half full */
     uint64_t space_count, space_rows;
-    uint32_t *space_of; /* the number of each slot's namespace, where an entry claims the slot */
+    uint32_t *space_of; /* number of each slot's namespace, if an entry claims the slot */
     bool no_memory;
 } adoption;
 
@@ -134,21 +134,21 @@ static inline void adoption_free(adoption *a) {
     memset(a, 0, sizeof *a);
 }
 
-/* The table's words are shared with tools that only look: loaded and stored whole. */
+/* Tools read these words at any time: load and store them whole. */
 static inline uint64_t adoption_word(const adoption *a, uint64_t offset) {
     return index_load((const _Atomic uint64_t *)(const void *)(a->in.base + offset));
 }
 
 static inline void adoption_set_word(const adoption *a, uint64_t offset, uint64_t value) {
     _Atomic uint64_t *word = (_Atomic uint64_t *)(void *)(a->in.base + offset);
-    if (index_load(word) != value) /* a page that is not written to costs no fault */
+    if (index_load(word) != value) /* not writing to a page costs no fault */
         index_store(word, value);
     uint64_t *known = a->in.master != NULL ? (uint64_t *)(void *)(a->in.master + offset) : NULL;
     if (known != NULL && *known != value)
         *known = value;
 }
 
-/* Take an entry out of the index for good. No reader is told that the key is gone: nobody knows that it was there. */
+/* Take an entry out of the index for good. No reader is told a reason: nobody knows what it was. */
 static inline void adoption_reset_entry(adoption *a, uint64_t at) {
     index_entry *entry = &a->in.view.entries[at];
     uint64_t generation = (index_load(&entry->sequence) >> 2) + 1;
@@ -165,7 +165,7 @@ static inline void adoption_read_layouts(adoption *a) {
     for (uint64_t row = 0; row < a->in.layout_rows; row++) {
         uint64_t at = a->in.layouts_offset + row * ADOPTION_LAYOUT_ROW;
         uint64_t fingerprint = adoption_word(a, at), nbytes = adoption_word(a, at + 8);
-        /* Id 0 says "any layout" in a call: it is never an object's. */
+        /* Id 0 means "any layout" in a call: no object has it. */
         bool good = row != 0 && adoption_word(a, at + 16) == 1 && nbytes > 0 && nbytes <= a->in.object_bytes_max;
         a->layouts[row].fingerprint = good ? fingerprint : 0;
         a->layouts[row].nbytes = good ? nbytes : 0;
@@ -175,14 +175,14 @@ static inline void adoption_read_layouts(adoption *a) {
     }
 }
 
-/* Whether the word at row i of the table is a slab's; its figures in *slab. */
+/* Whether row i of the table is a valid slab; its figures in *slab. */
 static inline bool adoption_slab_of(const adoption *a, uint64_t i, uint64_t word, adopted_slab *slab) {
     uint64_t least = a->in.slab_bytes_min, inside = i * least;
     uint64_t slot_bytes = (word & 0xFFFFFFFF) * ADOPTION_PAGE, nbytes = (word >> 32) * least;
     if (slot_bytes == 0 || nbytes == 0 || inside % a->in.unit_bytes != 0 || inside >= a->in.data_bytes)
         return false;
     uint64_t room = a->in.data_bytes - inside;
-    if (nbytes > room) { /* only a last one that was rounded up to whole rows of the table */
+    if (nbytes > room) { /* only a last slab that was rounded up to whole rows of the table */
         if (nbytes != adoption_round_up(room, least))
             return false;
         nbytes = room;
@@ -221,13 +221,13 @@ static inline void adoption_read_slabs(adoption *a) {
             }
         }
         if (!good) {
-            a->dropped[DROP_SLABS] += (word & 0xFFFFFFFF) != 0; /* else it was given back in good order */
+            a->dropped[DROP_SLABS] += (word & 0xFFFFFFFF) != 0; /* otherwise it was given back properly */
             adoption_set_word(a, at, 0);
         }
     }
 }
 
-/* The slab that `offset` lies in, or NULL. */
+/* The slab that contains `offset`, or NULL. */
 static inline adopted_slab *adoption_slab_at(const adoption *a, uint64_t offset) {
     if (offset < a->in.view.data_offset || offset - a->in.view.data_offset >= a->in.data_bytes)
         return NULL;
@@ -235,7 +235,7 @@ static inline adopted_slab *adoption_slab_at(const adoption *a, uint64_t offset)
     return number ? &a->slabs[number - 1] : NULL;
 }
 
-/* The number of the slot that starts at `offset`, and its slab; false where none does. */
+/* The number of the slot that starts at `offset`, and its slab; false if none starts there. */
 static inline bool adoption_slot_at(const adoption *a, uint64_t offset, uint64_t *number, adopted_slab **slab) {
     adopted_slab *found = adoption_slab_at(a, offset);
     if (found == NULL || (offset - found->start) % found->slot_bytes != 0)
@@ -279,7 +279,7 @@ static inline bool adoption_read_slot(adoption *a, uint64_t offset, uint32_t *cl
     case SLOT_WRITING:
     case SLOT_LOADING:
     case SLOT_QUARANTINED:
-        /* A row that is no worker's is the former server's own lane, which ended with it. */
+        /* A row that is no worker's is the former server's own lane, which died with it. */
         if (row < a->in.worker_rows && a->in.living[row]) {
             *claim = CLAIM_WAITING;
             adoption_set_word(a, at, SLOT_QUARANTINED | (uint64_t)row << 8);
@@ -302,7 +302,7 @@ static inline bool adoption_read_slot(adoption *a, uint64_t offset, uint32_t *cl
     return true;
 }
 
-/* All words of the table: those of slots are read, all others are made FREE. */
+/* All words of the table: those of slots are read, all others become FREE. */
 static inline bool adoption_read_slots(adoption *a) {
     bool anyone_lives = false;
     for (uint64_t row = 0; row < a->in.worker_rows; row++)
@@ -332,7 +332,7 @@ static inline bool adoption_read_slots(adoption *a) {
 
 /* --- namespaces ---------------------------------------------------------------------------------------------- */
 
-/* The row of the hash table that has this namespace, or that it would have. There is one while the table is not full. */
+/* The hash-table row of this namespace, or the free row that it would get. There is one unless the table is full. */
 static inline uint32_t *adoption_space_row(const adoption *a, uint64_t space) {
     uint64_t row = index_fold(space ^ UINT64_C(0x9fb21c651e98df25), UINT64_C(0xd6e8feb86659fd93));
     while (a->space_at[row & (a->space_rows - 1)] != 0 &&
@@ -359,7 +359,7 @@ static inline bool adoption_more_spaces(adoption *a) {
     return true;
 }
 
-/* The namespace, made with that layout where it is new. NULL: no memory. */
+/* The namespace; a new one gets that layout. NULL: no memory. */
 static inline adopted_space *adoption_space(adoption *a, uint64_t space, uint64_t layout) {
     if (a->space_count == a->space_rows / 2 && !adoption_more_spaces(a))
         return NULL;
@@ -371,7 +371,7 @@ static inline adopted_space *adoption_space(adoption *a, uint64_t space, uint64_
     return &a->spaces[*row - 1];
 }
 
-/* The layout of the objects of a namespace that nobody has taken yet, 0 where there is none. */
+/* The layout of the namespace's objects that nobody has taken yet; 0 if there are none. */
 static inline uint64_t adoption_layout_of(const adoption *a, uint64_t space) {
     uint32_t row = a->space_rows ? *adoption_space_row(a, space) : 0;
     return row != 0 && a->spaces[row - 1].objects != 0 ? a->spaces[row - 1].layout : 0;
@@ -379,7 +379,7 @@ static inline uint64_t adoption_layout_of(const adoption *a, uint64_t space) {
 
 /* --- entries ------------------------------------------------------------------------------------------------- */
 
-/* Whether a probe for the entry's key comes to it, and to no other READY entry of that key before. -1, or a cause. */
+/* Whether a probe for the entry's key reaches it before any other READY entry of that key. -1, or a cause. */
 static inline int adoption_reach(const adoption *a, uint64_t at, const index_key *key) {
     const index_view *view = &a->in.view;
     uint64_t home = index_home(view, key), distance = (at - home) & view->mask;
@@ -453,7 +453,7 @@ static inline void adoption_read_entry(adoption *a, uint64_t at) {
                 return;
             }
             cause = DROP_NOT_READY;
-            if (claim < CLAIM_ENTRIES_MAX) { /* two keys, one slot: whose bytes they are, nobody can tell */
+            if (claim < CLAIM_ENTRIES_MAX) { /* two keys, one slot: nobody can tell whose bytes they are */
                 adoption_reset_entry(a, claim);
                 a->claim[number] = CLAIM_CONFLICT;
                 a->spaces[a->space_of[number]].objects--;
@@ -494,7 +494,7 @@ static inline void adoption_sum_slab(adoption *a, adopted_slab *slab) {
         adoption_set_word(a, a->in.slabs_offset + (slab->start - a->in.view.data_offset) / a->in.slab_bytes_min * 8, 0);
 }
 
-/* Slot numbers by the age of their objects: stable, by 11 bits of the seconds at a time. */
+/* Slot numbers by the age of their objects: a stable sort, by 11 bits of the seconds at a time. */
 static inline bool adoption_sort(adoption *a) {
     enum { BITS = 11, BUCKETS = 1 << BITS };
     typedef struct {
@@ -530,7 +530,7 @@ static inline bool adoption_sort(adoption *a) {
     return good;
 }
 
-/* Ids of layouts that no object has (or had before a conflict took it) may mean another one from now on. */
+/* A layout id that no object has (or only objects lost to a conflict) may stand for another layout from now on. */
 static inline void adoption_forget_layouts(adoption *a) {
     for (uint64_t row = 0; row < a->in.layout_rows; row++) {
         if (a->layouts[row].nbytes == 0 || a->layouts[row].objects != 0)
@@ -540,7 +540,7 @@ static inline void adoption_forget_layouts(adoption *a) {
     }
 }
 
-/* Read and put right the whole pool. false: no memory; then nothing may be concluded. The caller has checked that the
+/* Read and repair the whole pool. false: no memory; then the result means nothing. The caller has checked that the
  * regions lie in the segment and are 8-byte aligned, and keeps `in->living` until this returns. */
 static inline bool adoption_scan(adoption *a, const adoption_input *in) {
     memset(a, 0, sizeof *a);
@@ -575,13 +575,13 @@ static inline bool adoption_scan(adoption *a, const adoption_input *in) {
 
 typedef struct {
     uint64_t offset;
-    bool lost; /* its entry has been tampered with since the scan: only the offset is good */
+    bool lost; /* its entry was changed since the scan: only the offset is valid */
     index_key key;
     uint64_t layout, checksum, incarnation;
     bool has_checksum;
 } adopted_object;
 
-/* Take the object of a slot that is claimed by an entry. The entry is checked again: workers map it, too. */
+/* Take the object of a slot that an entry claims. The entry is checked again: workers map it, too. */
 static inline void adoption_take_slot(adoption *a, uint64_t number, uint64_t offset, adopted_object *object) {
     uint32_t at = a->claim[number];
     const index_entry *entry = &a->in.view.entries[at];
@@ -599,7 +599,7 @@ static inline void adoption_take_slot(adoption *a, uint64_t number, uint64_t off
                    adoption_reach(a, at, &object->key) >= 0 || adoption_fit(a, entry, &found, &object->layout) >= 0 ||
                    found != number || object->key.space != space->space || object->layout != space->layout ||
                    (a->in.distrust && !object->has_checksum);
-    /* The entry goes with its slot, unless it points to another one by now. */
+    /* The entry is removed with its slot, unless it points to another one by now. */
     if (object->lost && index_load(&entry->offset) == offset)
         adoption_reset_entry(a, at);
 }

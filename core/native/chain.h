@@ -8,23 +8,23 @@
 #error "token ids are hashed as they lie in memory, little-endian; other machines hash in Python"
 #endif
 
-/* A message, or so much of it, is laid out in one piece and hashed in one call; it stays in the nearest cache, and on
- * the stack. */
+/* A message, or this much of it, is laid out in one piece and hashed in one call. It stays on the stack and in the
+ * nearest cache. */
 enum { CHAIN_ROOM_BYTES = 4096 };
 _Static_assert(CHAIN_ROOM_BYTES % SHA256_BLOCK_BYTES == 0, "a full room is whole blocks");
 
 typedef enum { CHAIN_U32, CHAIN_I32, CHAIN_U64, CHAIN_I64 } chain_kind;
 
-/* Token ids where the caller holds them, of any alignment. */
+/* The caller's token ids, with any alignment. */
 typedef struct {
     const unsigned char *first;
-    ptrdiff_t stride_bytes; /* from one to the next; may be negative */
+    ptrdiff_t stride_bytes; /* bytes from one id to the next; may be negative */
     size_t count;
     chain_kind kind;
 } chain_ids;
 
-/* n ids from position `from` on as u32 words at `room`, of any alignment. 0, or not 0: one of them is negative or needs
- * more than 32 bits. Each id is read once, so that what was checked is what is hashed. */
+/* Write n ids from position `from` on as u32 words to `room`, of any alignment. 0, or not 0 if one is negative or needs
+ * more than 32 bits. Each id is read once, so what was checked is what is hashed. */
 static inline uint64_t chain_take(const chain_ids *ids, size_t from, size_t n, unsigned char *room) {
     const unsigned char *at = ids->first + (ptrdiff_t)from * ids->stride_bytes;
     const ptrdiff_t stride = ids->stride_bytes;
@@ -32,7 +32,7 @@ static inline uint64_t chain_take(const chain_ids *ids, size_t from, size_t n, u
     uint32_t word;
     if (ids->kind == CHAIN_U32 && stride == 4)
         memcpy(room, at, 4 * n);
-    else if (ids->kind == CHAIN_I32 && stride == 4) /* steps that the compiler knows: it takes several ids at once */
+    else if (ids->kind == CHAIN_I32 && stride == 4) /* constant strides let the compiler take several ids at once */
         for (size_t i = 0; i < n; i++) {
             memcpy(&word, at + 4 * i, 4);
             memcpy(room + 4 * i, &word, 4);
@@ -44,7 +44,7 @@ static inline uint64_t chain_take(const chain_ids *ids, size_t from, size_t n, u
             memcpy(room + 4 * i, &word, 4);
             excess |= ids->kind == CHAIN_I32 ? word >> 31 : 0;
         }
-    else if (stride == 8) /* 64 bits: a negative id has a high half that is not zero, too */
+    else if (stride == 8) /* 64 bits: the high half of a negative id is not zero either */
         for (size_t i = 0; i < n; i++) {
             memcpy(&pair, at + 8 * i, 8);
             word = (uint32_t)pair;
@@ -62,7 +62,7 @@ static inline uint64_t chain_take(const chain_ids *ids, size_t from, size_t n, u
 }
 
 /* One key of 32 bytes for each whole chunk, at `keys` (room for count / chunk_ids of them). `previous` is the key
- * before the first. Returns 0, or -1 where an id, also one behind the last whole chunk, does not fit. */
+ * before the first. Returns 0, or -1 if an id does not fit, even one behind the last whole chunk. */
 static inline int chain_keys(sha256_way way, const unsigned char previous[SHA256_BYTES], const chain_ids *ids,
                              size_t chunk_ids, unsigned char *keys) {
     unsigned char room[CHAIN_ROOM_BYTES + SHA256_END_BYTES];

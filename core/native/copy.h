@@ -1,13 +1,13 @@
 /* Copies between private memory and the pool, with or without a checksum on the way.
  *
- * A plain store first reads the line that it is going to overwrite. Where a job is larger than what the caches keep,
- * that is a third of all traffic for nothing: streaming (non-temporal) stores leave it out. They go round the caches,
- * though, so a small job, whose target is soon read again, is copied plainly. arm64 needs no such choice: its cores
- * see that whole lines are written and stop reading them first by themselves.
+ * A plain store first reads the line that it will overwrite. For a job that is larger than the caches, that is a third
+ * of all traffic for nothing: streaming (non-temporal) stores avoid it. But they bypass the caches, so a small job,
+ * whose target is soon read again, is copied with plain stores. arm64 needs no such choice: its cores detect that whole
+ * lines are written, and skip the read.
  *
- * The source may change meanwhile: a reader of the pool copies first and asks the generation afterwards, and throws
- * the copy away if it moved. Nothing here depends on what the bytes are. In C11 such a read is a race; compiled for a
- * thread sanitizer the copies go word by word in relaxed atomics, which it understands.
+ * The source may change meanwhile: a reader of the pool copies first, then checks the generation, and throws the copy
+ * away if it moved. Nothing here depends on what the bytes are. In C11 such a read is a race; builds for a thread
+ * sanitizer copy word by word with relaxed atomics, which it understands.
  */
 #ifndef LMCACHE_CORE_COPY_H
 #define LMCACHE_CORE_COPY_H
@@ -26,14 +26,14 @@
 #endif
 #endif
 
-/* Jobs from here on are streamed. */
+/* Jobs of this size or more are streamed. */
 #define COPY_STREAM_BYTES ((size_t)1 << 20)
 
 #ifdef COPY_WITNESSED
 
 #include <stdatomic.h>
 
-/* Every byte once, by relaxed atomics, as large as the alignment of both sides allows. */
+/* Copy every byte once, with relaxed atomics as large as the alignment of both sides allows. */
 static inline void copy_witnessed(unsigned char *to, const unsigned char *from, size_t n) {
     size_t i = 0;
     if (((uintptr_t)to | (uintptr_t)from) % 8 == 0)
@@ -54,7 +54,7 @@ static inline __attribute__((target("avx2"))) void copy_streamed_avx2(unsigned c
                                                                       size_t n) {
     for (; n; n -= 256, to += 256, from += 256) {
         __m256i part[8];
-        for (int i = 0; i < 4; i++) /* the hardware's own prefetching stops at pages; a hint faults nowhere */
+        for (int i = 0; i < 4; i++) /* the hardware's prefetching stops at page ends; a hint never faults */
             _mm_prefetch((const char *)from + 1024 + 64 * i, _MM_HINT_T0);
         for (int i = 0; i < 8; i++)
             part[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + 32 * i));
@@ -86,13 +86,13 @@ static inline void copy_streamed(unsigned char *to, const unsigned char *from, s
     else
         copy_streamed_sse2(to + head, from + head, body);
     memcpy(to + head + body, from + head + body, n - head - body);
-    _mm_sfence(); /* streaming stores are weakly ordered, and whoever hears of the bytes next must find them */
+    _mm_sfence(); /* streaming stores are weakly ordered: make them visible before anyone is told of the bytes */
 }
 
 #endif
 
-/* n bytes of a job of `job_bytes`, from one place to another, by the best way for that job. All bytes are visible to
- * any other process that hears of them after this returns. */
+/* Copy n bytes of a job of `job_bytes` in the best way for that job. After this returns, all bytes are visible to any
+ * other process that is told of them. */
 static inline void copy_bytes_of(void *to, const void *from, size_t n, size_t job_bytes) {
 #if defined(COPY_WITNESSED)
     (void)job_bytes;
@@ -111,8 +111,8 @@ static inline void copy_bytes_of(void *to, const void *from, size_t n, size_t jo
 /* The same for n bytes that are the whole job. */
 static inline void copy_bytes(void *to, const void *from, size_t n) { copy_bytes_of(to, from, n, n); }
 
-/* Copy n bytes of a job of `job_bytes`, and return their xxh3_64. If the source changes meanwhile, the result is the
- * checksum of nothing in particular. */
+/* Copy n bytes of a job of `job_bytes`, and return their xxh3_64. If the source changes meanwhile, the checksum means
+ * nothing. */
 static inline uint64_t copy_checksum_of(void *to, const void *from, size_t n, size_t job_bytes) {
 #if defined(COPY_WITNESSED)
     copy_bytes_of(to, from, n, job_bytes);

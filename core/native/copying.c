@@ -1,24 +1,23 @@
 /* Copies of whole batches, and checksums, for Python.
  *
- * Addresses are plain numbers here, as the client knows them: the caller holds whatever keeps the memory there, and
- * vouches for its length. Checked is what can be: shapes, overflow, and that no address is 0 (which is what a tensor on
- * a device has).
+ * Addresses are plain numbers here, as the client knows them: the caller keeps the memory alive and vouches for its
+ * length. We check what we can: shapes, overflow, and that no address is 0 (which is what a tensor on a device has).
  */
 #include "module.h"
 
 #include "copy.h"
 #include "team.h"
 
-/* A thread takes this many bytes at once: parts of a large object, or several small ones. */
+/* A thread takes this many bytes at once: a part of a large object, or several small ones. */
 #define COPYING_PIECE_BYTES ((size_t)1 << 20)
 
-/* Less than this is done before another thread could have been given the interpreter. */
+/* Less than this is done before another thread could take over the interpreter. */
 #define COPYING_GIL_BYTES ((size_t)64 << 10)
 
 typedef struct {
-    const uint64_t *targets; /* NULL: only checksums are asked for */
+    const uint64_t *targets; /* NULL: only compute checksums */
     const uint64_t *sources;
-    uint64_t *checksums; /* NULL: only copies are */
+    uint64_t *checksums; /* NULL: only copy */
     size_t count;
     size_t nbytes;
     size_t objects_per_item; /* 0: an item is a piece of one object */
@@ -53,13 +52,13 @@ static void copying_item(void *ctx, size_t item) {
                   (const unsigned char *)(uintptr_t)batch->sources[i] + at, n, batch->count * batch->nbytes);
 }
 
-/* Without the interpreter's lock, where it is worth it. */
+/* Release the interpreter's lock if it is worth it. */
 static void copying_run(copying_batch *batch, unsigned threads) {
     size_t bytes = batch->count * batch->nbytes, items;
     if (!batch->checksums && batch->nbytes > COPYING_PIECE_BYTES) {
         batch->pieces = (batch->nbytes + COPYING_PIECE_BYTES - 1) / COPYING_PIECE_BYTES;
         items = batch->count * batch->pieces;
-    } else { /* a checksum goes through an object from its start to its end */
+    } else { /* a checksum reads an object from start to end */
         size_t fit = batch->nbytes ? COPYING_PIECE_BYTES / batch->nbytes : 1;
         batch->objects_per_item = fit ? fit : 1;
         items = (batch->count + batch->objects_per_item - 1) / batch->objects_per_item;
@@ -76,11 +75,11 @@ static void copying_run(copying_batch *batch, unsigned threads) {
 
 /* --- arguments -------------------------------------------------------------------------------------------- */
 
-/* A buffer of addresses, each of `nbytes`. -1 with an exception; the caller releases the buffer otherwise. */
+/* A buffer of addresses, each of `nbytes`. -1 with an exception; otherwise the caller releases the buffer. */
 static int copying_addresses(PyObject *given, Py_buffer *found, Py_ssize_t nbytes, const char *what) {
     if (PyObject_GetBuffer(given, found, PyBUF_C_CONTIGUOUS) < 0)
         return -1;
-    if (found->len % 8 || (found->len && (uintptr_t)found->buf % 8)) { /* an empty one lies anywhere */
+    if (found->len % 8 || (found->len && (uintptr_t)found->buf % 8)) { /* an empty one may be unaligned */
         PyErr_Format(PyExc_ValueError, "%s has %zd bytes at %p: give 8 aligned bytes for each address, as "
                      "array('Q', ...) has", what, found->len, found->buf);
         PyBuffer_Release(found);
@@ -109,7 +108,7 @@ static int copying_sizes(Py_ssize_t nbytes, int threads) {
     return 0;
 }
 
-/* Checksums that Python gets as bytes; NULL with an exception where there is no room for them. */
+/* Checksums that Python gets as bytes; NULL with an exception if there is no memory. */
 static PyObject *copying_checksums(size_t count) {
     return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * 8));
 }

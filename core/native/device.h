@@ -1,8 +1,8 @@
-/* Copies between slots and the memory of a GPU, by the calls of CUDA's driver.
+/* Copies between slots and the memory of a GPU, with calls of CUDA's driver.
  *
- * Python loads the driver and gives the addresses of what is called here, so that nothing is linked. A copy is queued on
- * a stream of ours and waited for: when `device_wait` has returned, what was to be written has landed, and what was to be
- * read has been read. So all that holds of a copy by the processor holds of this one, too.
+ * Python loads the driver and passes the addresses of its functions, so nothing is linked. A copy is queued on a stream
+ * of ours: when `device_wait` has returned, it is complete, both what was written and what was read. So everything that
+ * is true of a copy by the processor is true of this one, too.
  */
 #ifndef LMCACHE_CORE_DEVICE_H
 #define LMCACHE_CORE_DEVICE_H
@@ -15,7 +15,7 @@
 #define DEVICE_STREAMS_MAX 16
 
 typedef struct {
-    int (*push)(void *context); /* cuCtxPushCurrent: a context is current for a thread, and whose thread it is, has others */
+    int (*push)(void *context); /* cuCtxPushCurrent: a context is current per thread; the thread's owner has others */
     int (*pop)(void **context);
     int (*wait_event)(void *event);
     int (*to_device)(uint64_t to, const void *from, size_t n, void *stream);
@@ -26,7 +26,7 @@ typedef struct {
     size_t streams_count; /* 0: there is no device */
 } device;
 
-/* Addresses of the six calls in the order above, the context, and streams. 0: these are not such words. */
+/* Addresses of the six calls in the order above, the context, and the streams. 0: these are not such words. */
 static inline int device_read(device *self, const uint64_t *words, size_t count) {
     if (count <= DEVICE_CALLS + 1 || count > DEVICE_CALLS + 1 + DEVICE_STREAMS_MAX)
         return 0;

@@ -1,5 +1,5 @@
-/* Chunk keys for Python: of ids in buffers, lists and tuples. What these functions do not take, errors included, they
- * answer with None, and the Python way says the rest; so there is one place for each message.
+/* Chunk keys for Python: of ids in buffers, lists and tuples. For anything else, errors included, these functions
+ * return None and the Python version takes over; so each message has one place.
  */
 #include "chain.h"
 #include "module.h"
@@ -8,8 +8,8 @@ static sha256_way best; /* chosen once, when the module is first imported */
 
 /* --- token ids --- */
 
-/* The ids of a list or tuple as u32 words. 0, or -1: one of them is no int that fits. Runs no Python code, so the list
- * cannot change meanwhile. */
+/* The ids of a list or tuple as u32 words. 0, or -1 if one of them is no int that fits. Runs no Python code, so the
+ * list cannot change meanwhile. */
 static int ids_of_objects(PyObject *const *items, Py_ssize_t count, uint32_t *words) {
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = items[i];
@@ -38,7 +38,7 @@ static int ids_of_objects(PyObject *const *items, Py_ssize_t count, uint32_t *wo
     return 0;
 }
 
-/* 0, or -1: not one row of native 32- or 64-bit integers. */
+/* 0, or -1 if it is not a one-dimensional buffer of native 32- or 64-bit integers. */
 static int ids_of_buffer(const Py_buffer *view, chain_ids *ids) {
     const char *format = view->format != NULL ? view->format : "B";
     if (*format == '@' || *format == '<')
@@ -89,7 +89,7 @@ static PyObject *chained(const unsigned char *root, const chain_ids *ids, size_t
     return keys;
 }
 
-/* root, tokens, chunk_tokens → root, chunk_ids; -1 with an exception set where they cannot be used. */
+/* root, tokens, chunk_tokens → root, chunk_ids; -1 with an exception set if they cannot be used. */
 static int chain_arguments(const Py_buffer *root, Py_ssize_t chunk_tokens) {
     if (root->len != SHA256_BYTES) {
         PyErr_Format(PyExc_ValueError, "root has %zd bytes: give a key or a namespace's digest, of %d", root->len,
@@ -122,7 +122,7 @@ static PyObject *chained_objects(const unsigned char *root, PyObject *tokens, si
 static PyObject *chained_buffer(const unsigned char *root, PyObject *tokens, size_t chunk_ids) {
     Py_buffer view;
     if (PyObject_GetBuffer(tokens, &view, PyBUF_FULL_RO) < 0) {
-        PyErr_Clear(); /* the Python way meets it again, and tells */
+        PyErr_Clear(); /* the Python version meets the same error and reports it */
         Py_RETURN_NONE;
     }
     chain_ids ids;
@@ -203,7 +203,7 @@ static PyObject *block_hash_keys(PyObject *module, PyObject *args) {
         keys = Py_NewRef(Py_None);
         goto end;
     }
-    held = PySequence_Tuple(hashes); /* a list may lose its items while others run */
+    held = PySequence_Tuple(hashes); /* a list may lose its items while other threads run */
     if (held == NULL)
         goto end;
     Py_ssize_t count = PyTuple_GET_SIZE(held);
@@ -222,7 +222,7 @@ static PyObject *block_hash_keys(PyObject *module, PyObject *args) {
     }
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *hash = PyTuple_GET_ITEM(held, i); /* immutable, and held */
+        PyObject *hash = PyTuple_GET_ITEM(held, i); /* the tuple is immutable, and we hold it */
         chain_block_key(best, prefix.buf, (size_t)prefix.len, PyBytes_AS_STRING(hash), (size_t)PyBytes_GET_SIZE(hash),
                         digests + i * SHA256_BYTES);
     }

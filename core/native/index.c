@@ -1,4 +1,4 @@
-/* The type Index: the pool's index for Python. index.h says what it is, index_find.h why reading it is safe. */
+/* The type Index: the pool's index for Python. index.h describes it; index_find.h says why reading it is safe. */
 #include "module.h"
 
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "index_write.h"
 #include "tally.h"
 
-/* Keys that are looked up with the GIL held: 2,048 of them take about 20 µs. */
+/* Up to this many keys are looked up with the GIL held: 2,048 of them take about 20 µs. */
 #define HELD_KEYS_MAX 2048
 /* Keys whose pointers fit on the stack. */
 #define STACK_KEYS 1024
@@ -23,10 +23,10 @@ typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
     index_writer writer;
-    _Atomic uint32_t *verified; /* NULL until a read verifies the first time */
-    unsigned users;             /* calls that are under way, some of them without the GIL */
-    bool open, held;            /* open: calls are allowed; held: the buffer is */
-    bool keeps_places;          /* somebody knows entries by their places: none may be moved */
+    _Atomic uint32_t *verified; /* NULL until a read verifies for the first time */
+    unsigned users;             /* calls under way, some of them without the GIL */
+    bool open, held;            /* open: calls are allowed; held: we hold the buffer */
+    bool keeps_places;          /* somebody refers to entries by their places: none may be moved */
     tally counts;               /* in the buffer, where this process counts */
 } Index;
 
@@ -43,8 +43,8 @@ static int as_u64(PyObject *value, const char *what, uint64_t *out) {
     return 0;
 }
 
-/* Sort positional and keyword arguments into `out`, by `parameters` (NULL-ended), of which the first `required` must
- * be there. Borrowed references. */
+/* Sort positional and keyword arguments into `out` by `parameters` (NULL-ended); the first `required` must be there.
+ * Borrowed references. */
 static int sort_arguments(const char *function, const char *const *parameters, Py_ssize_t required,
                           PyObject *const *arguments, Py_ssize_t positional, PyObject *keywords, PyObject **out) {
     Py_ssize_t count = 0;
@@ -76,7 +76,7 @@ static int sort_arguments(const char *function, const char *const *parameters, P
     return 0;
 }
 
-/* The keys of a call: a list or tuple of bytes of 32, or one buffer of n * 32 bytes. */
+/* The keys of a call: a list or tuple of 32-byte keys, or one buffer of n * 32 bytes. */
 typedef struct {
     index_batch batch;
     Py_buffer blob;
@@ -128,7 +128,7 @@ static int keys_of_items(given_keys *keys, PyObject *const *items, Py_ssize_t n,
     return 0;
 }
 
-/* With `keep` the keys may be used without the GIL: other threads may empty a list meanwhile. */
+/* With `keep`, the keys may be used without the GIL, while other threads may empty the list. */
 static int keys_take(given_keys *keys, PyObject *given, bool keep) {
     memset(&keys->batch, 0, sizeof keys->batch);
     keys->blob.obj = NULL;
@@ -177,8 +177,8 @@ static void let_go(Index *self) {
     PyBuffer_Release(&self->buffer);
 }
 
-/* Readers' calls stand between these two: another thread's `close` (or code behind an argument) must not take the
- * memory away under them. */
+/* A reader's call runs between these two: another thread's `close` (or code behind an argument) must not free the
+ * memory under it. */
 static bool enter(Index *self) {
     if (!is_open(self))
         return false;
@@ -248,7 +248,7 @@ static void index_dealloc(Index *self) {
 
 /* --- readers ---------------------------------------------------------------------------------------------- */
 
-/* What the arguments of every reader's call begin with. */
+/* The first arguments of every reader's call. */
 typedef struct {
     uint64_t epoch, space, layout;
     int prefix;
@@ -271,8 +271,8 @@ static int take_batch(given_keys *keys, PyObject *given, const asked *ask, bool 
     return 0;
 }
 
-/* What `find` is to count: nothing, what it found, or that only where all is there, since else the server is asked for
- * all of it. */
+/* What `find` counts: nothing, what it found, or that only if everything was found, because otherwise the server is
+ * asked for all of it. */
 enum { COUNT_NOTHING = 0, COUNT_HITS = 1, COUNT_IF_ALL = 2 };
 
 static void count_lookup(Index *self, const index_batch *batch, uint64_t hits, int counts, uint64_t began,
@@ -341,14 +341,14 @@ static PyObject *index_find_keys(Index *self, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
-/* What stands in the slots at `offsets` is seen before this call as it is after it, if the numbers are the same. */
+/* Call it before and after reading the slots at `offsets`: equal numbers mean that their content did not change. */
 static PyObject *generations_of(const Index *self, const index_batch *batch, const uint64_t *offsets) {
     size_t n = (size_t)batch->n;
     PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(n * 8));
     index_place *places = PyMem_RawMalloc((n ? n : 1) * sizeof *places);
     uint8_t *statuses = PyMem_RawMalloc(n ? n : 1);
     if (result && places && statuses) {
-        /* Behind everything that the caller has read in those slots: as in index_unchanged. */
+        /* Ordered after everything that the caller has read in those slots, as in index_unchanged. */
         atomic_thread_fence(memory_order_seq_cst);
         index_find_batch(&self->writer.view, batch, statuses, places);
         for (size_t i = 0; i < n; i++) {
@@ -393,7 +393,7 @@ static PyObject *index_generations(Index *self, PyObject *const *args, Py_ssize_
     return result;
 }
 
-/* Which object each key has now: its number, or 0. With `prefix` it ends at the first that is 0. */
+/* The number of each key's present object, or 0. With `prefix` it ends at the first 0. */
 static PyObject *incarnations_of(const Index *self, const index_batch *batch) {
     size_t n = (size_t)batch->n;
     PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(n * 8));
@@ -442,7 +442,7 @@ static PyObject *index_incarnations(Index *self, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* Memory that only what is touched of it costs: a tag for each entry. */
+/* A tag for each entry, in memory that costs only what is touched. */
 static int make_verified(Index *self) {
     if (self->verified)
         return 0;
@@ -588,7 +588,7 @@ static PyObject *index_read_keys(Index *self, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
-/* Where this process counts what it finds and reads: a line of the buffer, in front of the index. None: nowhere. */
+/* Where this process counts what it finds and reads: a line of the buffer, before the index. None: nowhere. */
 static PyObject *index_count_in(Index *self, PyObject *given) {
     uint64_t offset;
     if (!is_open(self))
@@ -608,7 +608,7 @@ static PyObject *index_count_in(Index *self, PyObject *given) {
     Py_RETURN_NONE;
 }
 
-/* For what is read in place, or copied by jobs of pages: one read. */
+/* Count one read, for objects read in place or copied by jobs of pages. */
 static PyObject *index_count_read(Index *self, PyObject *args) {
     unsigned long long hits, nbytes;
     if (!PyArg_ParseTuple(args, "KK:count_read", &hits, &nbytes))
@@ -643,7 +643,7 @@ static int read_object(PyObject *item, Py_ssize_t at, index_object *object) {
     return failed ? -1 : u64_of(item, names.offset, &object->offset);
 }
 
-/* None, or no such attribute: the checksum is not known. */
+/* None, or no such attribute: the checksum is unknown. */
 static int read_checksum(PyObject *item, index_object *object) {
     object->checksum = object->flags = 0;
     PyObject *checksum = PyObject_GetAttr(item, names.checksum);
@@ -662,7 +662,7 @@ static int read_checksum(PyObject *item, index_object *object) {
     return failed;
 }
 
-/* No such attribute: which one it is is not known. */
+/* No such attribute: the incarnation is unknown. */
 static int read_incarnation(PyObject *item, index_object *object) {
     object->incarnation = 0;
     PyObject *generation = PyObject_GetAttr(item, names.generation);
@@ -689,7 +689,7 @@ static int nbytes_of_layout(PyObject *nbytes_by_layout, uint64_t layout, uint64_
 
 typedef struct {
     PyObject *nbytes_by_layout;
-    uint64_t layout, nbytes; /* of the object before: most objects have the same layout */
+    uint64_t layout, nbytes; /* of the previous object: most have the same layout */
     bool known;
 } layout_sizes;
 
@@ -711,11 +711,11 @@ static int read_placed(const Index *self, PyObject *item, Py_ssize_t at, layout_
     return -1;
 }
 
-/* Take up to INDEX_BLOCK objects from `at` on, and have the lines of their entries fetched. -1: an exception. */
+/* Take up to INDEX_BLOCK objects from `at` on, and prefetch the lines of their entries. -1: an exception. */
 static int take_block(const Index *self, PyObject *items, Py_ssize_t at, layout_sizes *sizes, index_object *objects,
                       uint64_t *homes) {
     int count = 0;
-    /* The list may change under us: attributes may be code. */
+    /* The list may change under us: reading an attribute may run code. */
     for (; count < INDEX_BLOCK && at + count < PySequence_Fast_GET_SIZE(items); count++) {
         PyObject *item = PySequence_Fast_GET_ITEM(items, at + count);
         Py_INCREF(item);

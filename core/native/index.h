@@ -20,14 +20,14 @@
  *              incarnation the number of the object: no other object of this key ever had it. 0: not known
  *              reserved    one word
  *
- * A mark says that a reader used the entry since the writer last looked: 1 + the key's position in its batch (at
+ * A mark says that a reader used the entry since the writer last looked. It is 1 + the key's position in its batch (at
  * most 65,535), so that the writer can tell a prompt's end from its beginning. 0: not used.
  *
- * A key stands in one of the INDEX_WINDOW entries from its home on, and no entry between its home and its place is
- * EMPTY. Who finds the window full has no entry, and is served by the server alone.
+ * A key is in one of the INDEX_WINDOW entries from its home on, and no entry between its home and its place is EMPTY. A
+ * key whose window is full has no entry, and only the server can serve it.
  *
- * Nothing here trusts the region: whoever maps the pool may have written anything there. Each word is loaded once,
- * into a local, and checked before it is used (index_find.h); the writer never follows what it finds (index_write.h).
+ * Nothing here trusts the region: any process that maps the pool may have written anything there. Each word is loaded
+ * once, into a local, and checked before use (index_find.h); the writer never follows what it finds (index_write.h).
  */
 #ifndef LMCACHE_CORE_INDEX_H
 #define LMCACHE_CORE_INDEX_H
@@ -40,17 +40,17 @@
 
 enum {
     INDEX_EMPTY = 0, /* never used, or tidied up: a probe ends here */
-    INDEX_BUSY = 1,  /* being changed, or its writer died while it was */
+    INDEX_BUSY = 1,  /* being changed, or its writer died during a change */
     INDEX_READY = 2,
-    INDEX_GONE = 3, /* a tombstone: a probe goes on behind it; says why the key is gone */
+    INDEX_GONE = 3, /* a tombstone: a probe goes on behind it. It says why the key is gone */
 };
 
 enum {
-    INDEX_WINDOW = 64, /* a key stands at most so many entries behind its home: no probe is longer */
+    INDEX_WINDOW = 64, /* a key is at most this many entries behind its home: no probe is longer */
     INDEX_KEY_BYTES = 32,
     INDEX_PAGE_BYTES = 4096,
     INDEX_CHECKSUM_KNOWN = 1, /* in `flags` */
-    INDEX_UNVERIFIED = 2,     /* in `flags`, too: adopted, and each reader's process is to check it once */
+    INDEX_UNVERIFIED = 2,     /* in `flags`, too: adopted, and each reader's process must verify it once */
     INDEX_MARK_MAX = 65535,
 };
 
@@ -80,7 +80,7 @@ typedef struct {
     unsigned char *base; /* of the segment */
     index_entry *entries;
     _Atomic uint16_t *marks;
-    _Atomic uint64_t *serving; /* the epoch of the server that serves, 0: none */
+    _Atomic uint64_t *serving; /* the epoch of the serving server, 0: none */
     uint64_t mask;             /* entries - 1 */
     uint64_t data_offset, segment_bytes;
 } index_view;
@@ -98,7 +98,7 @@ static inline uint64_t index_bytes(uint64_t entries) {
     return index_marks_bytes(entries) + entries * sizeof(index_entry);
 }
 
-/* What is wrong with such a geometry, or NULL. `base` is where the segment is mapped. */
+/* What is wrong with this geometry, or NULL. `base` is where the segment is mapped. */
 static inline const char *index_view_make(index_view *view, unsigned char *base, uint64_t segment_bytes,
                                           uint64_t index_offset, uint64_t entries, uint64_t data_offset,
                                           uint64_t serving_offset) {
@@ -129,15 +129,15 @@ static inline index_key index_key_of(const unsigned char *bytes, uint64_t space)
     return key;
 }
 
-/* Both halves of the product: every bit of `a` reaches every bit of what is left. */
+/* Fold both halves of the product: every bit of `a` reaches every bit of the result. */
 static inline uint64_t index_fold(uint64_t a, uint64_t b) {
     __extension__ typedef unsigned __int128 wide;
     wide product = (wide)a * b;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Keys are opaque: counters must spread as digests do, so all words are mixed. The five constants are part of the
- * pool's layout: whoever changes one changes the layout's version. */
+/* Keys are opaque. Counters must spread as well as digests, so all words are mixed. The five constants are part of the
+ * pool's layout: changing one changes the layout's version. */
 static inline uint64_t index_home(const index_view *view, const index_key *key) {
     uint64_t a = index_fold(key->word[0] ^ UINT64_C(0x9fb21c651e98df25), UINT64_C(0xd6e8feb86659fd93));
     uint64_t b = index_fold(key->word[2] ^ UINT64_C(0xa0761d6478bd642f), UINT64_C(0xe7037ed1a0b428db));
@@ -173,7 +173,7 @@ static inline index_key index_key_at(const index_entry *entry) {
     return key;
 }
 
-/* Whether n bytes at `offset` are an object's: a page's start, inside the data. */
+/* Whether n bytes at `offset` can be an object: from the start of a page, inside the data. */
 static inline bool index_in_data(const index_view *view, uint64_t offset, uint64_t n) {
     return offset >= view->data_offset && offset % INDEX_PAGE_BYTES == 0 && n <= view->segment_bytes &&
            offset <= view->segment_bytes - n;

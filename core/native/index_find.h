@@ -37,9 +37,9 @@
  * 5. A writer that dies leaves BUSY behind: no reader takes it, the next writer calls it free. One that dies between
  *    two entries leaves each of them whole. A reader that dies leaves nothing at all.
  *
- * A probe looks at no more than INDEX_WINDOW entries and starts again at most INDEX_TRIES times; after that the reader
- * asks the server. While the writer moves an entry nearer to its home, a reader may miss a key that is there: that
- * costs a question to the server, and is never a wrong byte.
+ * A probe looks at no more than INDEX_WINDOW entries and restarts at most INDEX_TRIES times; then the reader asks the
+ * server. While the writer moves an entry nearer to its home, a reader may miss a key that is there: that costs a
+ * question to the server, but never gives a wrong byte.
  */
 #ifndef LMCACHE_CORE_INDEX_FIND_H
 #define LMCACHE_CORE_INDEX_FIND_H
@@ -51,12 +51,12 @@
 enum { INDEX_MISS = 0, INDEX_HIT = 1, INDEX_CHANGED = 2, INDEX_DAMAGED = 3 };
 enum { INDEX_VERIFY_NEVER = 0, INDEX_VERIFY_FIRST = 1, INDEX_VERIFY_ALWAYS = 2 };
 enum {
-    INDEX_TRIES = 8,  /* one is lost to each change of this very key: eight during one copy is a key in distress */
-    INDEX_BLOCK = 64, /* keys whose lines are fetched ahead together: more than a core has misses in flight */
-    INDEX_FAR_ENTRIES = 1 << 15, /* from here on (4 MiB) the next entries are fetched ahead, too */
+    INDEX_TRIES = 8,  /* each change of this key costs one; eight during one copy is far from normal */
+    INDEX_BLOCK = 64, /* keys whose lines are prefetched together: more misses than a core can have in flight */
+    INDEX_FAR_ENTRIES = 1 << 15, /* from this size on (4 MiB), also prefetch the next entries */
 };
 
-/* Where a key was found. True for as long as the entry's sequence is that one. */
+/* Where a key was found. Valid while the entry's sequence is the same. */
 typedef struct {
     uint64_t at; /* the entry's number */
     uint64_t sequence;
@@ -67,7 +67,7 @@ static inline bool index_served(const index_view *view, uint64_t epoch) {
     return epoch != 0 && atomic_load_explicit(view->serving, memory_order_acquire) == epoch;
 }
 
-/* Everything loaded before this call is loaded before the sequence is looked at again. */
+/* Everything loaded before this call is loaded before the sequence is checked again. */
 static inline bool index_unchanged(const index_view *view, const index_place *place) {
     atomic_thread_fence(memory_order_acquire);
 #ifdef LMCACHE_CORE_INDEX_NO_VALIDATION
@@ -108,29 +108,29 @@ static inline int index_find(const index_view *view, const index_key *key, uint6
     return INDEX_CHANGED;
 }
 
-/* Say that the entry is in use. Written only if it says something else: readers of one prompt share these lines. */
+/* Mark the entry as used. Written only if it changes the mark: readers of one prompt share these lines. */
 static inline void index_mark(const index_view *view, uint64_t at, uint64_t position) {
     uint16_t mark = (uint16_t)(position < INDEX_MARK_MAX ? position + 1 : INDEX_MARK_MAX);
     if (atomic_load_explicit(&view->marks[at], memory_order_relaxed) != mark)
         atomic_store_explicit(&view->marks[at], mark, memory_order_relaxed);
 }
 
-/* The keys that one call asks for. `one_by_one`: pointers to 32 bytes each; else they stand in a row. */
+/* The keys of one call. `one_by_one`: pointers to 32 bytes each; otherwise they are contiguous. */
 typedef struct {
     const unsigned char *const *one_by_one;
     const unsigned char *in_a_row;
     uint64_t n;
     uint64_t space;
     uint64_t layout;
-    bool prefix; /* what stands behind the first miss is of no use */
+    bool prefix; /* nothing behind the first miss is needed */
 } index_batch;
 
 static inline const unsigned char *index_batch_key(const index_batch *batch, uint64_t i) {
     return batch->one_by_one ? batch->one_by_one[i] : batch->in_a_row + i * INDEX_KEY_BYTES;
 }
 
-/* A status for each key, and places where they are asked for. Returns how many keys were answered: with `prefix` as
- * many as are hits in front, and the status of the one behind them is filled in as well. */
+/* A status for each key, and places if they are asked for. Returns how many keys were answered: with `prefix`, the
+ * number of hits in front; the status of the key behind them is filled in as well. */
 static inline uint64_t index_find_batch(const index_view *view, const index_batch *batch, uint8_t *statuses,
                                         index_place *places) {
     bool far = view->mask >= INDEX_FAR_ENTRIES;
@@ -144,7 +144,7 @@ static inline uint64_t index_find_batch(const index_view *view, const index_batc
             __builtin_prefetch(&view->entries[homes[i]], 0, 3);
         }
         for (uint64_t i = 0; far && i < count; i++) {
-            /* One in three is not at home. Where that is two misses, they had better not come one after the other. */
+            /* One key in three is not at home. If that means two misses, they should not come one after the other. */
             const index_entry *entry = &view->entries[homes[i]];
             if (index_load(&entry->key[0]) != keys[i].word[0] || index_load(&entry->key[3]) != keys[i].word[3]) {
                 __builtin_prefetch(&view->entries[(homes[i] + 1) & view->mask], 0, 3);
@@ -164,9 +164,9 @@ static inline uint64_t index_find_batch(const index_view *view, const index_batc
     return batch->n;
 }
 
-/* --- reading: find, copy, look again ----------------------------------------------------------------------- */
+/* --- reading: find, copy, check again ---------------------------------------------------------------------- */
 
-/* Which generations this process has seen with a right checksum: 31 bits of the generation for each entry, never 0. */
+/* The generations whose checksum this process has verified: 31 bits of the generation per entry, never 0. */
 static inline uint32_t index_verified_tag(uint64_t sequence) { return (uint32_t)(sequence >> 2) | UINT32_C(1) << 31; }
 
 typedef struct {
@@ -176,13 +176,13 @@ typedef struct {
     const uint64_t *targets;    /* an address for each key */
     int verify;                 /* INDEX_VERIFY_… */
     _Atomic uint32_t *verified; /* a tag for each entry */
-    uint64_t job_bytes;         /* of all copies together: large jobs go past the caches */
+    uint64_t job_bytes;         /* of all copies together: large jobs bypass the caches */
     index_place *places;
     uint8_t *statuses;
-    uint64_t *incarnations; /* of what was read, or NULL: nobody asks */
+    uint64_t *incarnations; /* of what was read, or NULL if nobody asks */
 } index_reading;
 
-/* Copy the object found at `place` to `target`, and say whether it was one object from beginning to end. INDEX_HIT,
+/* Copy the object found at `place` to `target`, and check that it stayed the same object throughout. INDEX_HIT,
  * INDEX_MISS (not of this size, or a damaged entry), INDEX_DAMAGED (checksum), INDEX_CHANGED. `seen`: which one. */
 static inline int index_copy_out(const index_reading *r, const index_place *place, void *target, uint64_t *seen) {
     const index_entry *entry = &r->view->entries[place->at];
@@ -192,13 +192,13 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
     bool known = flags & INDEX_CHECKSUM_KNOWN, adopted = flags & INDEX_UNVERIFIED;
     bool check = known && (adopted || r->verify != INDEX_VERIFY_NEVER);
     uint32_t tag = index_verified_tag(place->sequence);
-    /* What cannot be checked is not there for who wants everything checked: the server may know more. */
+    /* If everything must be verified, an object without a checksum is a miss: the server may know more. */
     fits = fits && (known || !(adopted || r->verify == INDEX_VERIFY_ALWAYS));
     if (check && r->verify != INDEX_VERIFY_ALWAYS)
         check = atomic_load_explicit(&r->verified[place->at], memory_order_relaxed) != tag;
     if (fits) {
         const unsigned char *slot = r->view->base + place->offset;
-        if (check) /* of the bytes that were copied: the slot's may be others by now */
+        if (check) /* of the copied bytes: the slot may have others by now */
             check = copy_checksum_of(target, slot, r->nbytes, r->job_bytes) != checksum;
         else
             copy_bytes_of(target, slot, r->nbytes, r->job_bytes);
@@ -219,7 +219,7 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
     return INDEX_HIT;
 }
 
-/* The i-th object of a reading: copied again as often as it changes, INDEX_TRIES times at most. */
+/* Read the i-th object of a reading. If it changes, copy it again, up to INDEX_TRIES times. */
 static inline void index_read_one(void *reading, size_t i) {
     const index_reading *r = reading;
     int status = INDEX_CHANGED;
@@ -245,15 +245,15 @@ static inline void index_read_if_found(void *reading, size_t i) {
         index_read_one(reading, i);
 }
 
-/* Fill in `r->statuses` and `r->places` (room for the whole batch each) and all targets that are hits, by at most
- * `threads` threads. Returns how many statuses there are: with `prefix` the first that is no hit is the last of them,
- * and targets behind it may have been written to. */
+/* Fill in `r->statuses` and `r->places` (room for the whole batch each) and all targets that are hits, with at most
+ * `threads` threads. Returns the number of statuses: with `prefix`, the first one that is no hit is the last. Targets
+ * behind it may have been written to. */
 static inline uint64_t index_read_batch(index_reading *r, unsigned threads) {
     const index_batch *batch = r->batch;
     uint64_t found = index_find_batch(r->view, batch, r->statuses, r->places);
     r->job_bytes = found * r->nbytes;
     team_run(found, team_size(r->job_bytes, threads), index_read_if_found, r);
-    uint64_t count = found + (found < batch->n); /* the miss that ended a prefix has its status, too */
+    uint64_t count = found + (found < batch->n); /* the miss that ended a prefix has a status, too */
     for (uint64_t i = 0; i < count; i++) {
         if (r->statuses[i] == INDEX_HIT)
             index_mark(r->view, r->places[i].at, i);

@@ -1,7 +1,7 @@
 /* Changing the index: the server's loop thread only, one process at a time (the owner of the pool).
  *
- * The order of stores is argued in index_find.h. Whatever stands in an entry, the writer only compares it and writes
- * over it: a damaged region can make it lose entries, never make it write elsewhere.
+ * index_find.h explains the order of stores. The writer only compares what is in an entry and overwrites it: a damaged
+ * region can make it lose entries, but never write elsewhere.
  */
 #ifndef LMCACHE_CORE_INDEX_WRITE_H
 #define LMCACHE_CORE_INDEX_WRITE_H
@@ -26,7 +26,7 @@ static inline uint64_t index_sequence(const index_writer *w, uint64_t at) {
     return index_load(&w->view.entries[at].sequence);
 }
 
-/* From here on nobody takes the entry for what it was; its fields may change. */
+/* From here on nobody uses the entry as it was; its fields may change. */
 static inline uint64_t index_begin(index_writer *w, uint64_t at) {
     index_entry *entry = &w->view.entries[at];
     uint64_t sequence = index_load(&entry->sequence), next = ((sequence >> 2) + 1) << 2;
@@ -43,7 +43,7 @@ static inline void index_end(index_writer *w, uint64_t at, uint64_t next, unsign
     atomic_store_explicit(&w->view.entries[at].sequence, next | state, memory_order_release);
 }
 
-/* What was changed is changed for everyone before its caller tells anybody anything. */
+/* Make the change visible to everyone, before the caller tells anybody. */
 static inline void index_settle(void) { atomic_thread_fence(memory_order_seq_cst); }
 
 static inline void index_make_ready(index_writer *w, uint64_t at, const index_object *object, uint64_t stored_s) {
@@ -76,9 +76,9 @@ static inline void index_make_empty(index_writer *w, uint64_t at) {
     index_end(w, at, index_begin(w, at), INDEX_EMPTY);
 }
 
-/* --- objects come and go ---------------------------------------------------------------------------------- */
+/* --- adding and removing objects -------------------------------------------------------------------------- */
 
-/* True, or false where the key's window is full. An entry that the key has already is made the new one's. */
+/* True, or false if the key's window is full. An existing entry of the key is reused. */
 static inline bool index_publish(index_writer *w, const index_object *object, uint64_t home, uint64_t now_s) {
     const uint64_t none = UINT64_MAX;
     uint64_t place = none;
@@ -89,12 +89,12 @@ static inline bool index_publish(index_writer *w, const index_object *object, ui
         if (state == INDEX_READY) {
             if (!index_same_key(&w->view.entries[at], &object->key))
                 continue;
-            if (had) /* twice: left by a writer that died while it moved the entry */
+            if (had) /* a second one: left by a writer that died while it moved the entry */
                 index_make_gone(w, at, 0, 0);
             else
                 place = at, had = true;
         } else if (place == none) {
-            place = at; /* the first that is free; the key may still stand further on */
+            place = at; /* the first free one; the key may still be further on */
         }
         if (state == INDEX_EMPTY)
             break;
@@ -106,7 +106,7 @@ static inline bool index_publish(index_writer *w, const index_object *object, ui
     return true;
 }
 
-/* Take the object out that stands in this slot. A newer one of the same key, in another slot, stays. */
+/* Remove the object in this slot. A newer one of the same key, in another slot, stays. */
 static inline bool index_remove(index_writer *w, const index_key *key, uint64_t offset, uint64_t home, uint64_t reason,
                                 uint64_t now_s) {
     bool had = false;
@@ -118,14 +118,14 @@ static inline bool index_remove(index_writer *w, const index_key *key, uint64_t 
         const index_entry *entry = &w->view.entries[at];
         if (state == INDEX_READY && index_same_key(entry, key) && index_load(&entry->offset) == offset) {
             index_make_gone(w, at, had ? 0 : reason, had ? 0 : now_s);
-            had = true; /* and on: a writer that died may have left it twice */
+            had = true; /* go on: a writer that died may have left it twice */
         }
     }
     return had;
 }
 
-/* The bytes of this very object were found to be those of its checksum: nobody needs to check them any more. Its
- * generation stays, for nothing else changes. */
+/* This object's bytes were found to match its checksum: nobody needs to verify them again. Its generation stays,
+ * because nothing else changes. */
 static inline bool index_mark_verified(index_writer *w, const index_object *object, uint64_t home) {
     for (uint64_t d = 0; d < INDEX_WINDOW; d++) {
         index_entry *entry = &w->view.entries[(home + d) & w->view.mask];
@@ -135,14 +135,14 @@ static inline bool index_mark_verified(index_writer *w, const index_object *obje
         if (state != INDEX_READY || !index_same_key(entry, &object->key))
             continue;
         if (index_load(&entry->offset) != object->offset || index_load(&entry->checksum) != object->checksum)
-            return false; /* scribbled over: it stays as it is, and whoever reads it checks */
+            return false; /* overwritten: it stays as it is, and its readers verify it */
         index_store(&entry->flags, object->flags);
         return true;
     }
     return false;
 }
 
-/* Take out whatever says that it stands in this slot. Looks at every entry: for when a key is of no help. */
+/* Remove every entry that names this slot. Looks at all entries: for when the key is no help. */
 static inline uint64_t index_remove_slot(index_writer *w, uint64_t offset) {
     uint64_t removed = 0;
     for (uint64_t at = 0; at <= w->view.mask; at++) {
@@ -181,7 +181,7 @@ static inline bool index_entry_of(const index_writer *w, const index_key *key, u
 
 /* --- tombstones ------------------------------------------------------------------------------------------- */
 
-/* The READY entry nearest behind `hole` that a probe reaches only across it. False: no probe needs the hole. */
+/* The nearest READY entry behind `hole` that a probe reaches only across it. False: no probe needs the hole. */
 static inline bool index_next_across(const index_writer *w, uint64_t hole, uint64_t *looks, uint64_t *from) {
     for (uint64_t d = 1; d < INDEX_WINDOW; d++) {
         uint64_t at = (hole + d) & w->view.mask;
@@ -193,7 +193,7 @@ static inline bool index_next_across(const index_writer *w, uint64_t hole, uint6
             continue;
         index_key key = index_key_at(&w->view.entries[at]);
         uint64_t distance = (at - index_home(&w->view, &key)) & w->view.mask;
-        /* Further than a window from its home no probe finds it: nobody needs the way there. */
+        /* No probe finds it further than a window from its home: nobody needs to reach it. */
         if (distance >= d && distance < INDEX_WINDOW) {
             *from = at;
             return true;
@@ -202,7 +202,7 @@ static inline bool index_next_across(const index_writer *w, uint64_t hole, uint6
     return false;
 }
 
-/* Put the entry into the hole, then make a hole of its old place. In between it stands twice, and is right twice. */
+/* Copy the entry into the hole, then make its old place the hole. In between it is there twice, both times valid. */
 static inline void index_move(index_writer *w, uint64_t from, uint64_t hole) {
     const index_entry *entry = &w->view.entries[from];
     index_object object = {
@@ -221,8 +221,8 @@ static inline void index_move(index_writer *w, uint64_t from, uint64_t hole) {
     index_make_gone(w, from, 0, 0);
 }
 
-/* Make an EMPTY entry of a tombstone (or of what a dead writer left), moving entries up that need it to be found. The
- * hole may travel on; after about `looks_max` looks it is left where it is. True: one more entry is EMPTY. */
+/* Turn a tombstone (or what a dead writer left) into an EMPTY entry, and move up entries that need it to be found. The
+ * hole may move on; after about `looks_max` looks it is left where it is. True: one more entry is EMPTY. */
 static inline bool index_close_hole(index_writer *w, uint64_t hole, uint64_t *looks, uint64_t looks_max) {
     uint64_t from;
     while (index_next_across(w, hole, looks, &from)) {
@@ -235,8 +235,8 @@ static inline bool index_close_hole(index_writer *w, uint64_t hole, uint64_t *lo
     return true;
 }
 
-/* Walk on over `entries_max` entries, or fewer if those cost more, and close the holes there. Downwards: the holes
- * behind a hole are closed already, so a run of them costs one look each. Returns how many became EMPTY. */
+/* Walk on over `entries_max` entries, or fewer if those cost more, and close the holes there. It walks downwards: the
+ * holes behind a hole are closed already, so a run of them costs one look each. Returns how many became EMPTY. */
 static inline uint64_t index_tidy(index_writer *w, uint64_t entries_max) {
     const uint64_t looks_max = entries_max + 4 * INDEX_WINDOW;
     uint64_t looks = 0, emptied = 0;
@@ -254,16 +254,16 @@ static inline uint64_t index_tidy(index_writer *w, uint64_t entries_max) {
     return emptied;
 }
 
-/* How much to tidy after `removed` removals: nothing below an eighth of tombstones, and then so much that the walk
- * comes round before another eighth has come up. So tombstones never slow probing down for long, whoever forgets to
- * call index_tidy. */
+/* How much to tidy after `removed` removals: nothing below an eighth of tombstones; above it, enough that the walk
+ * comes round before another eighth is added. So tombstones never slow probing down for long, even if nobody calls
+ * index_tidy. */
 static inline uint64_t index_tidy_owed(const index_writer *w, uint64_t removed) {
     return w->gone > (w->view.mask + 1) / 8 ? 16 * removed : 0;
 }
 
 /* --- adoption and marks ----------------------------------------------------------------------------------- */
 
-/* Count what an earlier writer left. */
+/* Count the entries that an earlier writer left. */
 static inline void index_recount(index_writer *w) {
     w->ready = w->gone = 0;
     for (uint64_t at = 0; at <= w->view.mask; at++) {
@@ -273,7 +273,7 @@ static inline void index_recount(index_writer *w) {
     }
 }
 
-/* The next marked entry among the `*left` that the cursor has before it, its mark taken off. False: there is none. */
+/* The next marked entry among the `*left` in front of the cursor; its mark is cleared. False: there is none. */
 static inline bool index_next_mark(index_writer *w, uint64_t *left, uint64_t *place, uint16_t *mark) {
     while (*left) {
         uint64_t at = w->marks_at;

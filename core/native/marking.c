@@ -11,7 +11,7 @@ PyDoc_STRVAR(mark_slots_doc,
              "Write the word of the slot at each offset (a list) to both tables, buffers of u64 with one for each page\n"
              "from data_offset on. IndexError for an offset outside of them, and then nothing is written.");
 
-/* The table of a writable buffer of aligned u64, and how many; NULL with an exception set. */
+/* A writable buffer of aligned u64 as a table, and its length; NULL with an exception set. */
 static uint64_t *marking_table(PyObject *given, Py_buffer *buffer, size_t *count) {
     if (PyObject_GetBuffer(given, buffer, PyBUF_WRITABLE) < 0)
         return NULL;
@@ -24,7 +24,7 @@ static uint64_t *marking_table(PyObject *given, Py_buffer *buffer, size_t *count
     return buffer->buf;
 }
 
-/* The place of an offset's word, or `count` with an exception set. */
+/* The index of an offset's word, or `count` with an exception set. */
 static size_t marking_place(PyObject *offset, uint64_t data_offset, size_t count) {
     uint64_t value = PyLong_AsUnsignedLongLong(offset);
     if (value == UINT64_MAX && PyErr_Occurred()) {
@@ -63,7 +63,7 @@ static PyObject *mark_slots(PyObject *module, PyObject *const *args, Py_ssize_t 
     bool good = known_count == count;
     if (!good)
         PyErr_SetString(PyExc_ValueError, "the two tables differ in length");
-    /* No Python code runs from here on, so the list stays as it is. */
+    /* No Python code runs from here on, so the list cannot change. */
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(offsets); i++)
         good = marking_place(PyList_GET_ITEM(offsets, i), data_offset, count) < count;
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(offsets); i++) {

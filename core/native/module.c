@@ -1,4 +1,4 @@
-/* lmcache_core._native: what Python is too slow for. Every part of it has a slower way in Python with the same
+/* lmcache_core._native: what Python is too slow for. Each part has a slower Python version with the same
  * results, so the package works without it. */
 #include "module.h"
 

@@ -1,5 +1,5 @@
-/* The nouns of lmcache_core._native, each with a file of its own that adds its functions and types to the module.
- * The algorithms stand in headers that know nothing of Python; these files translate.
+/* The parts of lmcache_core._native. Each has a file of its own that adds its functions and types to the module.
+ * The algorithms are in headers without Python; these files translate.
  */
 #ifndef LMCACHE_CORE_MODULE_H
 #define LMCACHE_CORE_MODULE_H

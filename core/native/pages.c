@@ -1,9 +1,8 @@
 /* Copies between an engine's pages and slots, for Python: the types PageTables, PageBatch and PageJob.
  *
- * A table is what was registered, a batch the pages of one call, checked whole before anything is touched, and a job
- * some of its objects on their way, by threads that know nothing of Python. Addresses are plain numbers here, as in
- * copying.c: the client vouches for the memory of the regions and of the slots, and what it gives as `keep` lives as
- * long as the job.
+ * A table is what was registered. A batch is the pages of one call, checked completely before any is touched. A job is
+ * some of its objects being copied, by threads without Python. Addresses are plain numbers here, as in copying.c: the
+ * client vouches for the memory of the regions and of the slots, and what it passes as `keep` lives as long as the job.
  */
 #include "module.h"
 
@@ -16,7 +15,7 @@
 
 /* --- buffers ----------------------------------------------------------------------------------------------- */
 
-/* `count` words of eight bytes (any number where that is -1). -1 with an exception; else the caller releases them. */
+/* `count` words of eight bytes (-1: any number). -1 with an exception; otherwise the caller releases them. */
 static int words_of(PyObject *given, Py_buffer *found, Py_ssize_t count, const char *what) {
     if (PyObject_GetBuffer(given, found, PyBUF_C_CONTIGUOUS) < 0)
         return -1;
@@ -51,7 +50,7 @@ static void tables_dealloc(PageTables *self) {
     Py_DECREF(type);
 }
 
-/* What is wrong with such a region, or NULL. */
+/* What is wrong with this region, or NULL. */
 static const char *region_fault(const pages_region *region, uint64_t pages, uint64_t per_object) {
     uint64_t span, whole;
     if (!region->base || !region->page_bytes || !pages || !per_object)
@@ -111,7 +110,7 @@ static int read_group(PageTables *self, PyObject *given, pages_group *group) {
     return fault || !regions ? -1 : 0;
 }
 
-/* The device that the memory lies on: see device_read. */
+/* The device that has the memory: see device_read. */
 static int read_device(PageTables *self, PyObject *given) {
     Py_buffer found;
     if (words_of(given, &found, -1, "device") < 0)
@@ -151,7 +150,7 @@ static PyObject *tables_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 typedef struct {
     const pages_group *group;
     size_t keys;
-    int64_t *ids; /* keys * pages_per_object; PAGES_UNTOUCHED for those left out */
+    int64_t *ids; /* keys * pages_per_object; PAGES_UNTOUCHED for pages left out */
 } batch_entry;
 
 typedef struct {
@@ -229,7 +228,7 @@ static int read_entry(PageBatch *self, PyObject *given, batch_entry *entry, Py_s
     return failed;
 }
 
-/* Equal ids in groups whose equal ids, and no others, share memory. */
+/* For groups in which pages share memory exactly if their ids are equal. */
 static int check_ids(const PageBatch *self) {
     uint64_t most = 0, classes = self->tables->classes;
     for (size_t i = 0; i < self->tables->count; i++)
@@ -264,7 +263,7 @@ static int check_ids(const PageBatch *self) {
     return failed;
 }
 
-/* Memory that groups share in other ways, and duplicates in such groups: by the places of all pages. */
+/* For groups that share memory in other ways, and for duplicates in them: compares the places of all pages. */
 static int check_places(const PageBatch *self) {
     size_t room = 0, count = 0;
     for (size_t e = 0; e < self->count; e++)
@@ -340,7 +339,7 @@ static PyMethodDef batch_methods[] = {
 /* --- PageJob ----------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject *index; /* lent, until the job goes; NULL: slots were given */
+    PyObject *index; /* lent until the job is freed; NULL: slots were given */
     size_t first, count;
 } job_part;
 
@@ -360,7 +359,7 @@ static bool job_elsewhere(const PageJob *self) { return self->pid != getpid(); }
 
 static void job_dealloc(PageJob *self) {
     PyTypeObject *type = Py_TYPE(self);
-    bool theirs = job_elsewhere(self); /* a forked child has none of the threads, and locks that they may have held */
+    bool theirs = job_elsewhere(self); /* a forked child lacks the threads, and they may have held the locks */
     if (self->team && !theirs) {
         atomic_store_explicit(&self->job.stop, true, memory_order_relaxed);
         team_close(self->team);
@@ -397,7 +396,7 @@ static int take_object(PageJob *self, const batch_entry *entry, uint64_t positio
     return 0;
 }
 
-/* Slots at addresses, with the checksums that they must have (0: none). */
+/* Slots at addresses, with their expected checksums (0: none). */
 static int take_slots(PageJob *self, const batch_entry *entry, const Py_buffer *positions, PyObject *given_slots,
                       PyObject *given_sums) {
     Py_ssize_t count = positions->len / 8;
@@ -426,7 +425,7 @@ typedef struct {
     int verify;
 } found_by;
 
-/* Where the index has a key, if what it says is good for this reader. */
+/* Where the index has a key, if this reader can use it. */
 static void find_object(pages_object *object, const found_by *by, const unsigned char *bytes) {
     const index_view *view = by->view;
     index_key key = index_key_of(bytes, by->space);
@@ -441,7 +440,7 @@ static void find_object(pages_object *object, const found_by *by, const unsigned
     if (!index_unchanged(view, &place) || nbytes != size || !index_in_data(view, place.offset, size))
         return;
     if (!known && (adopted || by->verify == INDEX_VERIFY_ALWAYS))
-        return; /* what cannot be checked is not there for who wants everything checked: the server may know more */
+        return; /* if everything must be verified, an object without a checksum is a miss: the server may know more */
     object->view = view;
     object->place = place;
     object->slot = view->base + place.offset;
@@ -520,7 +519,7 @@ static int read_part(PageJob *self, PyObject *given) {
     return failed;
 }
 
-/* Objects in all parts, at most. */
+/* The most objects in all parts together. */
 static Py_ssize_t objects_in(PyObject *parts) {
     Py_ssize_t all = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++) {
@@ -544,7 +543,7 @@ static int job_prepare(PageJob *self, PyObject *parts) {
         return -1;
     size_t count = (size_t)PyTuple_GET_SIZE(parts);
     pthread_condattr_t clock;
-    pthread_condattr_init(&clock); /* none of these can fail with such attributes */
+    pthread_condattr_init(&clock); /* with such attributes, none of these can fail */
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_mutex_init(&self->job.lock, NULL);
     pthread_cond_init(&self->job.moved, &clock);
@@ -600,7 +599,7 @@ static PyObject *job_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     return (PyObject *)self;
 }
 
-/* Take part until `region` (their number: all of it) is done, the job is stopped, or it is `until`. Needs no GIL. */
+/* Work until `region` (their number: all of it) is done, the job is stopped, or it is `until`. Needs no GIL. */
 static bool job_help(PageJob *self, size_t region, const struct timespec *until) {
     pages_job *job = &self->job;
     bool more = team_enter(self->team);
@@ -674,7 +673,7 @@ static PyObject *job_wait(PageJob *self, PyObject *args) {
     return PyBool_FromLong(done);
 }
 
-/* Takes anything, as what a weak reference calls is given that reference. */
+/* Takes any argument, because a weak reference's callback gets that reference. */
 static PyObject *job_ask_to_stop(PageJob *self, PyObject *Py_UNUSED(arguments)) {
     atomic_store_explicit(&self->job.stop, true, memory_order_relaxed);
     Py_RETURN_NONE;
@@ -684,7 +683,7 @@ static PyObject *job_stop(PageJob *self, PyObject *Py_UNUSED(none)) {
     if (!job_elsewhere(self)) {
         Py_BEGIN_ALLOW_THREADS
         atomic_store_explicit(&self->job.stop, true, memory_order_relaxed);
-        pages_tell(&self->job); /* who waits for it need not wait longer */
+        pages_tell(&self->job); /* waiting callers need not wait longer */
         team_shut(self->team);
         Py_END_ALLOW_THREADS
     }
@@ -703,7 +702,7 @@ static int part_of(const PageJob *self, PyObject *given, const job_part **part) 
     return 0;
 }
 
-/* One byte an object: see PAGE_… in the stub. */
+/* One byte per object: see PAGE_… in the stub. */
 static PyObject *job_statuses(PageJob *self, PyObject *given) {
     const job_part *part;
     if (part_of(self, given, &part) < 0)
@@ -733,7 +732,7 @@ static PyObject *job_checksums(PageJob *self, PyObject *given) {
     return result;
 }
 
-/* 0 where the index was not asked, or does not know. */
+/* 0 if the index was not asked, or does not know. */
 static PyObject *job_incarnations(PageJob *self, PyObject *given) {
     const job_part *part;
     if (part_of(self, given, &part) < 0)
@@ -749,9 +748,9 @@ static PyObject *get_running(PageJob *self, void *Py_UNUSED(none)) {
     bool running = false;
     if (!job_elsewhere(self) && self->started && !pages_done(&self->job, self->job.regions)) {
         running = true;
-        pthread_mutex_lock(&self->team->lock); /* held for a few instructions at a time */
+        pthread_mutex_lock(&self->team->lock); /* held only for a few instructions */
         if (!self->team->working && (self->team->closed || atomic_load(&self->job.stop)))
-            running = false; /* who comes later finds it closed, or stopped */
+            running = false; /* later threads find it closed, or stopped */
         pthread_mutex_unlock(&self->team->lock);
     }
     return PyBool_FromLong(running);

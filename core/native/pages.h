@@ -1,18 +1,18 @@
 /* Objects between slots of the pool and an engine's pages.
  *
- * An engine's memory is regions of pages, at a stride of their own, in groups. An object of a group is, for each of
- * its regions in order, so many pages of that region: `pages_per_object` ids say which. In a slot all of this lies in a
- * row. What lies in a row on both sides is one copy: consecutive pages of a region without gaps, or the pages of
- * regions that follow each other.
+ * An engine's memory is regions of pages, each with its own stride, in groups. An object of a group has a number of
+ * pages in each of its regions, in order; `pages_per_object` ids name them. In a slot, all of this is contiguous. What
+ * is contiguous on both sides is one copy: consecutive pages of a region without gaps, or the pages of regions that
+ * follow each other.
  *
- * A job is a list of items, each of them a range of bytes of some objects, done in order by whichever thread comes.
- * A checksum goes through an object from its start to its end, so such an object is one range; others are cut into
- * pieces, by region if the regions are to be ready one after another. Threads look at `stop` before each piece.
+ * A job is a list of items. Each is a range of bytes of some objects, and they are begun in order, by any free thread.
+ * A checksum reads an object from start to end, so such an object is one range. Others are cut into pieces, by region
+ * if the regions should be ready one after another. Threads check `stop` before each piece.
  *
- * Where an object was found in the index, its entry is looked at again behind each range (index_find.h says why that is
- * enough): if it moved, the range is worth nothing, and neither are those that were written before it.
+ * For an object found in the index, the entry is checked again after each range (index_find.h says why that is enough).
+ * If it moved, this range and all earlier ones are worthless.
  *
- * Pages on a device are copied by the device, range by range, and a thread of the job waits for each. When the device
+ * Pages on a device are copied by the device, range by range, and a thread of the job waits for each. If the device
  * refuses, the job stops with its `fault`.
  */
 #ifndef LMCACHE_CORE_PAGES_H
@@ -23,9 +23,9 @@
 #include "team.h"
 #include "xxh3_pieces.h"
 
-/* A thread takes about so many bytes at once, and looks around after as many. */
+/* A thread takes about this many bytes at once, and checks for a stop as often. */
 #define PAGES_PIECE_BYTES ((uint64_t)1 << 20)
-#define PAGES_UNTOUCHED ((int64_t)-1) /* in place of the id of a page that is neither read nor written */
+#define PAGES_UNTOUCHED ((int64_t)-1) /* instead of a page id: the page is neither read nor written */
 
 enum { PAGES_WRITTEN = 1, PAGES_MISSED = 2, PAGES_CHANGED = 4, PAGES_DAMAGED = 8 };
 
@@ -38,32 +38,32 @@ typedef struct {
 typedef struct {
     const pages_region *regions;
     size_t count;
-    size_t first; /* number of its first region among those of all groups */
+    size_t first; /* index of its first region among those of all groups */
     uint64_t pages, pages_per_object, object_bytes;
     int64_t null_page;
     bool has_null;
     uint64_t alias; /* groups with the same number may share memory */
-    bool exact;     /* … and equal ids do not tell whether two of them do: the places do */
+    bool exact;     /* … but equal ids do not tell whether two pages do: their places do */
 } pages_group;
 
 typedef struct {
     const pages_group *group;
     const int64_t *ids;     /* pages_per_object of them */
-    unsigned char *slot;    /* NULL: it is not there */
-    const index_view *view; /* NULL: a lease keeps the slot */
+    unsigned char *slot;    /* NULL: the object is not there */
+    const index_view *view; /* NULL: a lease holds the slot */
     index_place place;
-    _Atomic uint32_t *verified; /* where to note that this process has seen the bytes whole, or NULL */
+    _Atomic uint32_t *verified; /* where to note that this process has verified the bytes, or NULL */
     bool check;
-    uint64_t checksum;     /* that the bytes have, or are to have */
-    uint64_t incarnation;  /* of what was found, 0: not known */
-    _Atomic uint32_t left; /* items that have not come to their end */
+    uint64_t checksum;     /* of the bytes, known or expected */
+    uint64_t incarnation;  /* of the object found, 0: unknown */
+    _Atomic uint32_t left; /* items not finished */
     _Atomic unsigned found;
 } pages_object;
 
 typedef struct {
     size_t object, count;
     uint64_t from, to;      /* bytes of each object */
-    size_t region, regions; /* that lie in there, counted over all groups */
+    size_t region, regions; /* regions in that range, counted over all groups */
 } pages_item;
 
 typedef struct {
@@ -71,16 +71,16 @@ typedef struct {
     size_t count;
     pages_item *items;
     size_t items_count, items_room;
-    _Atomic size_t *regions_left; /* items for each region */
+    _Atomic size_t *regions_left; /* items left for each region */
     size_t regions;
-    _Atomic size_t left; /* items */
+    _Atomic size_t left; /* items left */
     _Atomic bool stop;
     bool gather; /* from pages into slots */
-    const device *device; /* that the pages lie on; NULL: in host memory */
-    void *event;          /* of the device, before which no page is touched; NULL: none */
-    _Atomic int fault;    /* what the device said when it refused */
+    const device *device; /* the device with the pages; NULL: host memory */
+    void *event;          /* of the device: no page is touched before it; NULL: none */
+    _Atomic int fault;    /* the device's error when it refused */
     uint64_t bytes;
-    pthread_mutex_t lock; /* of nothing but the waiting for `moved` */
+    pthread_mutex_t lock; /* only for waiting on `moved` */
     pthread_cond_t moved; /* a region, or all of it, is done */
 } pages_job;
 
@@ -117,7 +117,7 @@ static inline pages_cursor pages_seek(const pages_group *group, uint64_t at) {
     return cursor;
 }
 
-/* The next bytes up to `to` that lie in a row on both sides. False: there are none. */
+/* The next bytes up to `to` that are contiguous on both sides. False: there are none. */
 static inline bool pages_next(const pages_group *group, const int64_t *ids, pages_cursor *cursor, uint64_t to,
                               pages_piece *piece) {
     *piece = (pages_piece){.at = cursor->at};
@@ -157,7 +157,7 @@ static inline void pages_copy(const pages_job *job, const pages_object *object, 
     unsigned char *slot = object->slot + piece->at, *to = job->gather ? slot : piece->memory;
     const unsigned char *from = job->gather ? piece->memory : slot;
     int how = job->bytes >= COPY_STREAM_BYTES ? XXH3_STREAM : XXH3_COPY;
-    if (job->gather && !piece->memory) { /* what stood in the slot before is nobody's to read */
+    if (job->gather && !piece->memory) { /* nobody may read what the slot contained before */
         memset(slot, 0, piece->n);
         from = slot;
         to = NULL;
@@ -200,7 +200,7 @@ static inline bool pages_copy_by_device(pages_job *job, pages_object *object, ui
         else if (!stopped && job->gather)
             memset(slot, 0, piece.n);
     }
-    int landed = job->device->wait_stream(stream); /* whatever came between: what was queued is on its way */
+    int landed = job->device->wait_stream(stream); /* wait in any case: queued copies are already running */
     if (fault || landed) {
         pages_fail(job, fault ? fault : landed);
         return false;
@@ -210,7 +210,7 @@ static inline bool pages_copy_by_device(pages_job *job, pages_object *object, ui
     return !stopped;
 }
 
-/* A range of one object. False: it was stopped on the way. */
+/* Copy a range of one object. False: it was stopped on the way. */
 static inline bool pages_copy_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
     bool summed = job->gather || object->check;
     xxh3_pieces sum;
@@ -231,7 +231,7 @@ static inline bool pages_copy_range(pages_job *job, pages_object *object, uint64
     return true;
 }
 
-/* Whether what was read so far was this object's. */
+/* Whether everything read so far belonged to this object. */
 static inline bool pages_unchanged(pages_object *object) {
     if (!object->view)
         return true;
@@ -273,7 +273,7 @@ static inline bool pages_do_objects(pages_job *job, const pages_item *item, void
     return true;
 }
 
-/* The same with the device's context, behind what the engine had given the device to do when the job was made. */
+/* The same with the device's context, after the work that the engine had queued when the job was made. */
 static inline bool pages_do_on_device(pages_job *job, const pages_item *item, size_t i) {
     const device *device = job->device;
     void *popped;
@@ -306,7 +306,7 @@ static inline void pages_do_item(void *ctx, size_t i) {
 
 /* --- which items ------------------------------------------------------------------------------------------- */
 
-/* One more item; false: there is no memory. Small ranges of neighbours become one. */
+/* Add an item; false: no memory. Small ranges of neighbours become one. */
 static inline bool pages_add_item(pages_job *job, size_t object, uint64_t from, uint64_t to) {
     const pages_group *group = job->objects[object].group;
     pages_item *before = job->items_count ? &job->items[job->items_count - 1] : NULL;
@@ -338,13 +338,13 @@ static inline bool pages_add_pieces(pages_job *job, size_t object, uint64_t from
     return true;
 }
 
-/* All items of the job, in the order in which they are begun. False: there is no memory. */
+/* All items of the job, in the order in which they begin. False: no memory. */
 static inline bool pages_plan(pages_job *job, bool by_region) {
     for (size_t i = 0; i < job->count; i++) {
         pages_object *object = &job->objects[i];
         if (!object->slot)
             atomic_fetch_or_explicit(&object->found, PAGES_MISSED, memory_order_relaxed);
-        else if (job->gather || object->check) { /* first: all regions wait for these */
+        else if (job->gather || object->check) { /* first, because all regions wait for these */
             if (!pages_add_item(job, i, 0, object->group->object_bytes))
                 return false;
         } else if (!by_region && !pages_add_pieces(job, i, 0, object->group->object_bytes))
@@ -369,14 +369,14 @@ static inline bool pages_plan(pages_job *job, bool by_region) {
     return true;
 }
 
-/* Whether a region, or with `region` at their number all of it, is done: what was written is seen by the caller. */
+/* Whether a region (or all of it, if `region` is their number) is done; then the caller sees what was written. */
 static inline bool pages_done(pages_job *job, size_t region) {
     if (region < job->regions)
         return atomic_load_explicit(&job->regions_left[region], memory_order_acquire) == 0;
     return atomic_load_explicit(&job->left, memory_order_acquire) == 0;
 }
 
-/* --- pages that are written by two ------------------------------------------------------------------------- */
+/* --- pages that two objects write to ----------------------------------------------------------------------- */
 
 typedef struct {
     uintptr_t from, to;
@@ -387,7 +387,7 @@ static inline int pages_span_order(const void *a, const void *b) {
     return (left > right) - (left < right);
 }
 
-/* Whether any two of these spans have a byte in common. */
+/* Whether any two of these spans overlap. */
 static inline bool pages_spans_meet(pages_span *spans, size_t count) {
     if (count)
         qsort(spans, count, sizeof *spans, pages_span_order);

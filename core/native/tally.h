@@ -1,9 +1,9 @@
-/* What one worker counts for itself: a line of the pool that it alone writes, sixteen words in two cache lines.
+/* What one worker counts for itself: a line of the pool that only it writes, sixteen words in two cache lines.
  *
  * The caller holds the GIL, so one thread at a time adds: a relaxed load and a relaxed store, with no locked
- * instruction. The server reads each word whole, and believes none of them further than they may be true.
+ * instruction. The server reads each word whole, and distrusts values that cannot be true.
  *
- * A clock costs more than a small lookup may: of those, one in TALLY_SAMPLE is timed, and counts for all.
+ * A clock costs more than a small lookup may: one in TALLY_SAMPLE of those is timed, and counts for all.
  */
 #ifndef LMCACHE_CORE_TALLY_H
 #define LMCACHE_CORE_TALLY_H
@@ -14,7 +14,7 @@
 
 /* In the order of pool/tally.py. */
 enum {
-    TALLY_LOOKUPS = 0, /* calls that were answered whole */
+    TALLY_LOOKUPS = 0, /* calls that were answered completely */
     TALLY_LOOKUP_HITS, /* keys */
     TALLY_LOOKUP_NS,
     TALLY_READS, /* calls */
@@ -25,12 +25,12 @@ enum {
 };
 
 enum {
-    TALLY_SMALL_KEYS = 64, /* fewer are a small lookup: some 2 µs at most */
+    TALLY_SMALL_KEYS = 64, /* a lookup of fewer keys is small: some 2 µs at most */
     TALLY_SAMPLE = 16,
 };
 
 typedef struct {
-    _Atomic uint64_t *line; /* NULL: nobody counts */
+    _Atomic uint64_t *line; /* NULL: nothing is counted */
     unsigned turn;          /* of small lookups */
 } tally;
 
@@ -45,7 +45,7 @@ static inline void tally_add(const tally *t, int word, uint64_t n) {
     atomic_store_explicit(&t->line[word], before + n, memory_order_relaxed);
 }
 
-/* When a lookup of `keys` began; 0: it is not timed. `weight`: how many it counts for. */
+/* The start time of a lookup of `keys`; 0: it is not timed. `weight`: how many lookups it counts for. */
 static inline uint64_t tally_begin(tally *t, uint64_t keys, unsigned *weight) {
     *weight = keys < TALLY_SMALL_KEYS ? TALLY_SAMPLE : 1;
     if (!t->line || (keys < TALLY_SMALL_KEYS && t->turn++ % TALLY_SAMPLE != 0))

@@ -1,12 +1,12 @@
 /* A job of many items, done by several threads.
  *
- * The threads are made for the job and end with it: nothing is kept that a fork could break or that could keep a
- * process from ending. Making one costs the caller 30 µs, and waking a parked one costs 12, so keeping them would gain
- * little; jobs that are too small for either are done alone (`team_size`). The calling thread works as well, and does
- * everything where no thread can be made.
+ * The threads are made for the job and end with it: no thread stays that a fork could break or that could keep a
+ * process from ending. Making one costs the caller 30 µs, and waking a parked one 12, so keeping them would gain
+ * little. Jobs that are too small for either are done alone (`team_size`). The calling thread works as well, and does
+ * everything if no thread can be made.
  *
- * A thread that the machine is too busy to start is not waited for: it finds the job closed, whenever it comes, and
- * leaves. So a team is never much slower than the caller alone.
+ * Nobody waits for a thread that a busy machine starts late: whenever it comes, it finds the job closed and leaves. So
+ * a team is never much slower than the caller alone.
  */
 #ifndef LMCACHE_CORE_TEAM_H
 #define LMCACHE_CORE_TEAM_H
@@ -24,13 +24,12 @@
 #include <unistd.h>
 
 enum {
-    TEAM_THREADS_MAX = 64, /* more have never copied faster: a few fill the memory bus of any machine */
+    TEAM_THREADS_MAX = 64, /* more have never copied faster: a few saturate any machine's memory bus */
     TEAM_STACK_BYTES = 256 << 10,
-    TEAM_FREE = 1 << 16, /* added to how many threads there may be: and no more than processors have nothing to do */
+    TEAM_FREE = 1 << 16, /* added to the maximum of threads: use no more than there are idle processors */
 };
 
-/* Bytes that each thread must have to move for it to be worth making: a thread that starts late has lost its share
- * of anything smaller to the others. */
+/* Bytes per thread that make it worth starting: of anything smaller, a late thread loses its share to the others. */
 #define TEAM_BYTES_PER_THREAD ((size_t)4 << 20)
 
 typedef struct {
@@ -38,11 +37,11 @@ typedef struct {
     void *ctx;
     size_t items;
     atomic_size_t next;
-    pthread_mutex_t lock; /* of what follows */
+    pthread_mutex_t lock; /* guards the fields below */
     pthread_cond_t left;
-    unsigned holders; /* who still needs this memory: the caller, and every thread made */
+    unsigned holders; /* users of this memory: the caller, and every thread made */
     unsigned working; /* threads that may be inside an item: in team_run, all but the caller */
-    int closed;       /* the caller has found nothing more to do: who comes now may not touch `ctx` */
+    int closed;       /* the caller has no more work: late threads may not touch `ctx` */
 } team_job;
 
 static inline void team_work(team_job *job) {
@@ -76,14 +75,14 @@ static inline void *team_member(void *given) {
     return NULL;
 }
 
-/* Let new threads start on any processor of ours but the caller's. The scheduler often puts a thread where it was made,
- * and there it waits for the caller's time slice to end: 4 ms, where a whole job takes 2. */
+/* Let new threads start on any of our processors except the caller's. The scheduler often puts a thread where it was
+ * made, and there it waits for the caller's time slice to end: 4 ms, when a whole job takes 2. */
 static inline void team_elsewhere(pthread_attr_t *attributes) {
 #if defined(__GLIBC__) && defined(CPU_SETSIZE) /* with _GNU_SOURCE */
     cpu_set_t others;
     int here = sched_getcpu();
     if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof others, &others) != 0)
-        return; /* more processors than fit into the set, or none to be told: it stays the scheduler's choice */
+        return; /* more processors than the set can hold, or no answer: leave it to the scheduler */
     CPU_CLR((size_t)here, &others);
     if (CPU_COUNT(&others))
         pthread_attr_setaffinity_np(attributes, sizeof others, &others);
@@ -92,7 +91,7 @@ static inline void team_elsewhere(pthread_attr_t *attributes) {
 #endif
 }
 
-/* Make up to `count` threads that work on the job; how many were made. */
+/* Make up to `count` threads that work on the job. Returns how many were made. */
 static inline unsigned team_call_up(team_job *job, unsigned count) {
     pthread_attr_t attributes;
     pthread_t made;
@@ -103,7 +102,7 @@ static inline unsigned team_call_up(team_job *job, unsigned count) {
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, TEAM_STACK_BYTES);
     team_elsewhere(&attributes);
-    /* Signals are for the threads that the process knows of: Python's handlers, or another library's. */
+    /* Signals belong to the threads that the process knows: Python's handlers, or another library's. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; called < count; called++) {
@@ -112,7 +111,7 @@ static inline unsigned team_call_up(team_job *job, unsigned count) {
         pthread_mutex_unlock(&job->lock);
         if (pthread_create(&made, &attributes, team_member, job) != 0) {
             pthread_mutex_lock(&job->lock);
-            job->holders--; /* never the last one: the caller's own stands */
+            job->holders--; /* never the last one: the caller has its own */
             pthread_mutex_unlock(&job->lock);
             break;
         }
@@ -122,14 +121,14 @@ static inline unsigned team_call_up(team_job *job, unsigned count) {
     return called;
 }
 
-/* A job that nobody works on yet, held by the caller, who ends it with team_close. NULL: there is no memory. */
+/* A new job that only the caller holds; it ends it with team_close. NULL: no memory. */
 static inline team_job *team_open(size_t items, void (*item)(void *ctx, size_t i), void *ctx) {
     team_job *job = malloc(sizeof *job);
     if (!job)
         return NULL;
     *job = (team_job){.item = item, .ctx = ctx, .items = items, .holders = 1};
     atomic_init(&job->next, 0);
-    pthread_mutex_init(&job->lock, NULL); /* neither of the two can fail with default attributes */
+    pthread_mutex_init(&job->lock, NULL); /* with default attributes, neither can fail */
     pthread_cond_init(&job->left, NULL);
     return job;
 }
@@ -143,12 +142,12 @@ static inline int team_work_on_one(team_job *job) {
     return 1;
 }
 
-/* Begin no more items. Those that are being worked on go on. */
+/* Begin no more items. Items in progress go on. */
 static inline void team_stop(team_job *job) {
     atomic_store_explicit(&job->next, job->items, memory_order_relaxed);
 }
 
-/* Take part as one of the threads; false where the job is closed. The caller has the job held. */
+/* Take part as one of the threads; false if the job is closed. The caller holds the job. */
 static inline int team_enter(team_job *job) {
     pthread_mutex_lock(&job->lock);
     int open = !job->closed;
@@ -165,8 +164,8 @@ static inline void team_leave(team_job *job) {
     team_release(job);
 }
 
-/* Wait until nobody is inside an item, and let nobody into another. The caller, who has the job held, then sees all
- * that was written, and nobody uses `ctx`. */
+/* Wait until nobody is inside an item, and let nobody start another. The caller, who holds the job, then sees all that
+ * was written, and nobody uses `ctx`. */
 static inline void team_shut(team_job *job) {
     team_stop(job);
     pthread_mutex_lock(&job->lock);
@@ -177,22 +176,22 @@ static inline void team_shut(team_job *job) {
     team_release(job);
 }
 
-/* The same, and the end of the caller's own hold. */
+/* The same, and release the caller's own hold. */
 static inline void team_close(team_job *job) {
     team_shut(job);
     pthread_mutex_lock(&job->lock);
     team_release(job);
 }
 
-/* How many tasks of this machine want a processor, the caller among them, by the text of /proc/loadavg; 0: it does not
- * say. */
+/* How many tasks of this machine want a processor, including the caller, from the text of /proc/loadavg; 0 if it does
+ * not say. */
 static inline unsigned team_running(const char *loadavg) {
     unsigned running, all;
     return sscanf(loadavg, "%*s %*s %*s %u/%u", &running, &all) == 2 ? running : 0;
 }
 
-/* Processors that have nothing to do, the caller's own among them; where that cannot be seen, all of them. It takes
- * some µs, and is only asked for what takes hundreds. */
+/* Number of idle processors, including the caller's own; all of them if that is unknown. It takes some µs, and is only
+ * asked for work that takes hundreds. */
 static inline unsigned team_free_processors(void) {
     char text[128];
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
@@ -223,8 +222,8 @@ static inline unsigned team_size(size_t bytes, unsigned threads) {
     return threads ? threads : 1;
 }
 
-/* Call item(ctx, i) once for each i below `items`, in any order, from at most `threads` threads of which the caller
- * is one. Returns when all calls have returned; the caller then sees all that they wrote, and nobody uses `ctx`. */
+/* Call item(ctx, i) once for each i below `items`, in any order, from at most `threads` threads, including the caller.
+ * Returns when all calls have returned; the caller then sees all that they wrote, and nobody uses `ctx`. */
 static inline void team_run(size_t items, unsigned threads, void (*item)(void *ctx, size_t i), void *ctx) {
     team_job *job = NULL;
     if (threads > TEAM_THREADS_MAX)

@@ -1,9 +1,9 @@
 /* xxh3_64 with seed 0 and the default secret: the checksum of objects, in the pool and on tiers.
  *
- * Written from the published specification; equal to what the `xxhash` package gives. Up to 240 bytes it is
- * scalar. Beyond, eight 64-bit lanes take in stripes of 64 bytes, and are scrambled after each block of 16 stripes;
- * that loop has an AVX2, an SSE2, a NEON and a portable form, chosen when it runs. Each form can copy the bytes on
- * its way, since it has them in registers: a checksum of what is copied anyway costs next to nothing then.
+ * Written from the published specification; gives the same results as the `xxhash` package. Up to 240 bytes it is
+ * scalar. Longer inputs go through eight 64-bit lanes in stripes of 64 bytes, scrambled after each block of 16 stripes.
+ * That loop has an AVX2, an SSE2, a NEON and a portable form, chosen at run time. Each form can also copy the bytes,
+ * because it has them in registers: the checksum of a copy then costs next to nothing.
  */
 #ifndef LMCACHE_CORE_XXH3_H
 #define LMCACHE_CORE_XXH3_H
@@ -25,18 +25,18 @@
 enum {
     XXH3_SECRET_BYTES = 192,
     XXH3_STRIPE_BYTES = 64,
-    XXH3_STRIPES = 16, /* in a block: each takes the secret 8 bytes further on, until its end */
+    XXH3_STRIPES = 16, /* in a block: each uses the secret 8 bytes further on, until its end */
     XXH3_BLOCK_BYTES = XXH3_STRIPES * XXH3_STRIPE_BYTES,
     XXH3_SCRAMBLE_AT = XXH3_SECRET_BYTES - XXH3_STRIPE_BYTES,
     XXH3_LAST_AT = XXH3_SECRET_BYTES - XXH3_STRIPE_BYTES - 7,
     XXH3_SHORT_MAX = 240,
 };
 
-/* What the long loop does with the bytes beside hashing them. */
+/* What the long loop does with the bytes besides hashing them. */
 enum {
     XXH3_HASH = 0,
     XXH3_COPY = 1,
-    XXH3_STREAM = 2, /* past the caches: the target is aligned to 32 bytes for AVX2, to 16 for SSE2 */
+    XXH3_STREAM = 2, /* bypasses the caches: the target is aligned to 32 bytes for AVX2, to 16 for SSE2 */
 };
 
 #define XXH3_P32_1 0x9E3779B1u
@@ -151,8 +151,8 @@ static inline uint64_t xxh3_to_240(const unsigned char *p, size_t n) {
 
 /* --- the long loop ---------------------------------------------------------------------------------------- */
 
-/* Every form of it: take `stripes` stripes of `from` into the lanes, beginning with a block, and scramble after each
- * full block; with `how` other than XXH3_HASH, leave the bytes at `to` as well. `how` is a constant at each call. */
+/* Every form of it takes `stripes` stripes of `from` into the lanes, starting at a block, and scrambles after each full
+ * block. With `how` other than XXH3_HASH, it also writes the bytes to `to`. `how` is a constant at each call. */
 
 static inline __attribute__((always_inline)) void xxh3_stripes_portable(uint64_t lanes[8], const unsigned char *from,
                                                                         size_t stripes, unsigned char *to, int how) {
@@ -297,7 +297,7 @@ static inline __attribute__((always_inline)) void xxh3_stripes_neon(uint64_t lan
 
 #endif
 
-/* One function for each form and each use of the bytes: in an inlined one `how` is a constant. */
+/* One function per form and use of the bytes, so that `how` is a constant in each. */
 typedef void xxh3_stripes(uint64_t lanes[8], const unsigned char *from, size_t stripes, unsigned char *to);
 
 #define XXH3_FORM(form, name, how, attributes)                                                                        \
@@ -318,7 +318,7 @@ XXH3_FORMS(sse2, )
 XXH3_FORMS(neon, )
 #endif
 
-/* The best form that this processor has for that use. A stream to a target that is not aligned for it is a copy. */
+/* The best form of this processor for that use. A stream to a target that is not aligned for it becomes a copy. */
 static inline xxh3_stripes *xxh3_chosen(int how, const void *to) {
 #if defined(__x86_64__)
     if (how == XXH3_STREAM && (uintptr_t)to % 16)
@@ -335,8 +335,8 @@ static inline xxh3_stripes *xxh3_chosen(int how, const void *to) {
 #endif
 }
 
-/* What becomes of the lanes when all stripes are taken. `last`: the last 64 of the n bytes, which are a stripe of their
- * own, whatever came before them, under a secret of their own. */
+/* Finish the lanes when all stripes are taken. `last`: the last 64 of the n bytes. They are always a stripe of their
+ * own, with their own secret. */
 static inline uint64_t xxh3_finished(uint64_t lanes[8], const unsigned char *last, size_t n) {
     for (int i = 0; i < 8; i++) {
         uint64_t word = xxh3_u64(last + 8 * i);
@@ -351,7 +351,7 @@ static inline uint64_t xxh3_finished(uint64_t lanes[8], const unsigned char *las
     return xxh3_avalanche(h);
 }
 
-/* The checksum of n > 240 bytes by that form, which leaves the bytes at `to` unless it only hashes. */
+/* The checksum of n > 240 bytes by that form, which also writes the bytes to `to` unless it only hashes. */
 static inline uint64_t xxh3_long(xxh3_stripes *take, int how, unsigned char *to, const unsigned char *from, size_t n) {
     uint64_t lanes[8] = {XXH3_P32_3, XXH3_P64_1, XXH3_P64_2, XXH3_P64_3,
                          XXH3_P64_4, XXH3_P32_2, XXH3_P64_5, XXH3_P32_1};

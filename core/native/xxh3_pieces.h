@@ -1,8 +1,8 @@
-/* xxh3_64 of an object that comes in pieces, from its start to its end: the pages of an engine, which lie apart.
+/* xxh3_64 of an object that comes in pieces, from start to end: the pages of an engine, which are not contiguous.
  *
- * Whole blocks go straight through the long loop, which can leave their bytes at a target on its way. What a piece
- * begins or ends with in the middle of a block is put together in a buffer. Each byte is loaded once: what is taken
- * into the checksum is what arrives at the target, also where the source changes meanwhile.
+ * Whole blocks go straight through the long loop, which can also write their bytes to a target. Partial blocks at the
+ * start or end of a piece are collected in a buffer. Each byte is loaded once: the checksum covers exactly what arrives
+ * at the target, even if the source changes meanwhile.
  */
 #ifndef LMCACHE_CORE_XXH3_PIECES_H
 #define LMCACHE_CORE_XXH3_PIECES_H
@@ -12,7 +12,7 @@
 typedef struct {
     size_t total, at;
     uint64_t lanes[8];
-    unsigned char block[XXH3_BLOCK_BYTES];       /* the one that is being put together */
+    unsigned char block[XXH3_BLOCK_BYTES];       /* the one being collected */
     unsigned char last[XXH3_STRIPE_BYTES];       /* of the whole object */
 } xxh3_pieces;
 
@@ -24,7 +24,7 @@ static inline void xxh3_pieces_begin(xxh3_pieces *p, size_t total) {
     memcpy(p->lanes, lanes, sizeof lanes);
 }
 
-/* Remember what of the object's last 64 bytes is in these n, which begin at `at`. */
+/* Keep those of the object's last 64 bytes that are in these n, which begin at `at`. */
 static inline void xxh3_pieces_keep_last(xxh3_pieces *p, size_t at, const unsigned char *bytes, size_t n) {
     if (p->total < XXH3_STRIPE_BYTES || at + n <= p->total - XXH3_STRIPE_BYTES)
         return;
@@ -32,7 +32,7 @@ static inline void xxh3_pieces_keep_last(xxh3_pieces *p, size_t at, const unsign
     memcpy(p->last + (at + skipped - last_at), bytes + skipped, n - skipped);
 }
 
-/* The next n bytes; they are left at `to` as well, unless that is NULL. `how`: XXH3_COPY or XXH3_STREAM. */
+/* The next n bytes; they are also written to `to`, unless that is NULL. `how`: XXH3_COPY or XXH3_STREAM. */
 static inline void xxh3_pieces_add(xxh3_pieces *p, unsigned char *to, const unsigned char *from, size_t n, int how) {
     const size_t blocks = (p->total - 1) / XXH3_BLOCK_BYTES * XXH3_BLOCK_BYTES; /* what follows is not scrambled */
     while (n) {
@@ -66,7 +66,7 @@ static inline void xxh3_pieces_add(xxh3_pieces *p, unsigned char *to, const unsi
 static inline uint64_t xxh3_pieces_end(xxh3_pieces *p) {
     if (p->total <= XXH3_SHORT_MAX)
         return xxh3_short(p->block, p->total);
-    size_t begun = (p->total - 1) % XXH3_BLOCK_BYTES / XXH3_STRIPE_BYTES; /* stripes of the block that is not full */
+    size_t begun = (p->total - 1) % XXH3_BLOCK_BYTES / XXH3_STRIPE_BYTES; /* stripes of the partial block */
     xxh3_chosen(XXH3_HASH, NULL)(p->lanes, p->block, begun, NULL);
     return xxh3_finished(p->lanes, p->last, p->total);
 }

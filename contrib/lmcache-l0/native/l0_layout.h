@@ -1,17 +1,17 @@
-/* The table file: where everything stands, and the checks before anything of it is believed.
+/* The table file: its layout, and the checks before anything in it is trusted.
  *
  *   header (4 KiB) | writer rows (64 B each) | meta (64 B a slot) | stripes (64 B each) | buffers (fixed size)
  *
- * Meta and buffers are apart so that a probe walks 64-byte neighbours, not pages. All zero is an empty table: a new
- * file needs a header and nothing else, and pages that no key has touched cost nothing where files may be sparse.
+ * Meta and buffers are separate so that a probe walks 64-byte neighbours, not pages. All zero is an empty table: a new
+ * file needs only a header, and pages that no key has touched cost nothing if files can be sparse.
  *
- * A stripe is a run of slots that share their buffers: one a slot, and `spares` more for all of them. Every slot owns
- * exactly one buffer at any time, whatever its state; the spares are the others. Two kinds of table differ in nothing
- * but the length of the run: 64 slots with 2 spares (4.5 KiB a slot of 4 KiB values), or, where `versions` is given,
- * 1 slot with `versions` spares, so that only writes of the key itself end its views.
+ * A stripe is a run of slots that share their buffers: one per slot, plus `spares` for all of them. Every slot always
+ * owns exactly one buffer, whatever its state; the spares are the others. The two kinds of table differ only in the
+ * length of the run: 64 slots with 2 spares (4.5 KiB per slot of 4 KiB values), or, if `versions` is given, 1 slot with
+ * `versions` spares, so that only writes of the key itself end its views.
  *
- * The geometry is copied out of the header once, after it was checked against the file's size, and never read
- * from shared memory again: whatever is written into the file later, no offset leaves the mapping.
+ * The geometry is copied out of the header once, after it was checked against the file's size, and never read from
+ * shared memory again: whatever is written into the file later, no offset leaves the mapping.
  */
 #ifndef L0_LAYOUT_H
 #define L0_LAYOUT_H
@@ -26,20 +26,20 @@
 #define L0_LAYOUT_VERSION 3u
 #define L0_BYTE_ORDER 0x01020304u
 #define L0_HEADER_BYTES 4096u
-#define L0_WRITERS_MAX 1024u          /* processes that write at one time; more would be refused, not harmed */
+#define L0_WRITERS_MAX 1024u          /* processes that write at one time; more are refused, not harmed */
 #define L0_LINE_BYTES 64u
 #define L0_KEY_BYTES_MAX 256u
 #define L0_VALUE_BYTES_MAX (1u << 30) /* lengths are 32 bits */
 #define L0_VERSIONS_MAX 64u
 #define L0_STRIPE_SLOTS 64u
 #define L0_STRIPE_SHIFT 6
-#define L0_SPARES 2u                  /* of a stripe, unless told otherwise */
+#define L0_SPARES 2u                  /* per stripe, by default */
 #define L0_SPARES_MAX 7u              /* the ring of a stripe is one word: see l0_stripe.h */
 #define L0_SLOTS_MAX (UINT64_C(1) << 40)
 #define L0_FILE_BYTES_MAX (UINT64_C(1) << 46)
-#define L0_PROBE_MAX 16384u           /* beyond it a table is full: at 70 % load the longest probe is far below */
+#define L0_PROBE_MAX 16384u           /* a longer probe means a full table: at 70 % load the longest is far below */
 
-/* One line a slot. `bound` belongs to the keys whose home is this slot; the rest to the key that lives in it. */
+/* One line per slot. `bound` belongs to the keys whose home is this slot; the rest to the key in it. */
 typedef struct l0_meta {
     _Atomic uint64_t bound;    /* moves << 24 | distance of the farthest key of this home; see l0_probe.h */
     _Atomic uint64_t lock;     /* 0, or the writer that owns the slot: row << 48 | epoch */
@@ -50,14 +50,14 @@ typedef struct l0_meta {
     uint64_t reserved[3];
 } l0_meta;
 
-/* One line a stripe; unused where a stripe is one slot, whose own lock and order of buffers are enough. */
+/* One line per stripe; unused if a stripe is one slot, whose own lock and order of buffers are enough. */
 typedef struct l0_stripe {
-    _Atomic uint64_t lock;     /* as a slot's; held from the choice of a buffer until the one it replaces is retired */
-    _Atomic uint64_t ring;     /* the spare buffers, longest retired first; see l0_stripe.h */
+    _Atomic uint64_t lock;     /* as a slot's; held from choosing a buffer until the one it replaces is retired */
+    _Atomic uint64_t ring;     /* the spare buffers, oldest first; see l0_stripe.h */
     uint64_t reserved[6];
 } l0_stripe;
 
-/* L0_ARRIVING: live, and perhaps in a slot farther from its home, too, from which somebody was moving it: l0_move.h. */
+/* L0_ARRIVING: live, and perhaps also in a slot farther from its home, from which it was being moved: l0_move.h. */
 enum { L0_FREE = 0, L0_CLAIMED = 1, L0_LIVE = 2, L0_ARRIVING = 3 };
 
 /* The parts of `current`. The buffer is counted within the stripe. An all-zero word is a slot that was never used: it
@@ -76,11 +76,11 @@ typedef struct l0_writer_row {
     uint64_t reserved[6];
 } l0_writer_row;
 
-/* In front of a buffer: this, the key, and on a line of its own the value. */
+/* Before each buffer: this header, then the key, then the value on a line of its own. */
 typedef struct l0_buffer_head {
-    _Atomic uint64_t stamp;    /* whose version the bytes are: generation << 6 | slot within the stripe; 0 meanwhile */
+    _Atomic uint64_t stamp;    /* the version of the bytes: generation << 6 | slot within the stripe; 0 meanwhile */
     _Atomic uint64_t bytes;    /* of the key << 32 | of the value */
-    _Atomic uint64_t tag;      /* what the value is; 0: just bytes */
+    _Atomic uint64_t tag;      /* the type of the value; 0: just bytes */
 } l0_buffer_head;
 
 typedef struct l0_header {
@@ -102,7 +102,7 @@ _Static_assert(sizeof(l0_writer_row) == L0_LINE_BYTES, "a writer's row is one ca
 _Static_assert(sizeof(l0_header) <= L0_HEADER_BYTES, "the header fits its page");
 _Static_assert(sizeof(_Atomic uint64_t) == 8, "atomics have no lock beside them: they are shared by processes");
 
-/* What a process knows of a table: checked once, then constant. `versions` 0: stripes of 64 slots. */
+/* A process's view of a table: checked once, then constant. `versions` 0: stripes of 64 slots. */
 typedef struct l0_geometry {
     uint64_t slots, buffers, key_offset, value_offset, buffer_bytes, stripe_bytes, buffers_bytes;
     uint64_t meta_offset, stripes_offset, buffers_offset, file_bytes, hash_seed, table_id, created_unix_s;
@@ -111,7 +111,7 @@ typedef struct l0_geometry {
 
 static inline uint64_t l0_round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-/* Fill `g` from the five figures that decide it. False: a figure is out of its limits. */
+/* Fill `g` from the five figures that determine it. False: a figure is outside its limits. */
 static inline bool l0_plan(l0_geometry *g, uint64_t slots, uint64_t value_bytes_max, uint64_t key_bytes_max,
                            uint64_t versions, uint64_t spares) {
     memset(g, 0, sizeof *g);
@@ -152,7 +152,7 @@ static inline uint64_t l0_header_checksum(const l0_header *h) {
     return sum;
 }
 
-/* Write the header of a new, all-zero file. Nobody else may look at it before `ready` is stored, which is last. */
+/* Write the header of a new, all-zero file. Nobody else may use it before `ready` is stored, which comes last. */
 static inline void l0_header_write(l0_header *h, const l0_geometry *g, uint64_t seed, uint64_t id, uint64_t now,
                                    bool enabled) {
     atomic_store_explicit(&h->ready, 0, memory_order_relaxed);
@@ -177,18 +177,18 @@ static inline void l0_header_write(l0_header *h, const l0_geometry *g, uint64_t 
 
 typedef enum l0_verdict {
     L0_OK_HEADER = 0,
-    L0_NOT_READY,        /* nobody has finished it: still being made, or its maker died */
+    L0_NOT_READY,        /* not finished: still being made, or its maker died */
     L0_NOT_A_TABLE,
     L0_OTHER_VERSION,
     L0_OTHER_BYTE_ORDER,
     L0_DAMAGED_HEADER,
-    L0_WRONG_SIZE,       /* the file is not as long as its header says */
+    L0_WRONG_SIZE,       /* the file's length differs from its header's */
 } l0_verdict;
 
-/* Judge a header of a file of `file_bytes` (at least L0_HEADER_BYTES, which the caller has checked). */
+/* Check the header of a file of `file_bytes` (at least L0_HEADER_BYTES, which the caller has checked). */
 static inline l0_verdict l0_header_check(const l0_header *shared, uint64_t file_bytes, l0_geometry *g) {
     uint64_t ready = atomic_load_explicit(&shared->ready, memory_order_acquire);
-    l0_header h; /* a private copy: what is judged is what is used */
+    l0_header h; /* a private copy: what is checked is what is used */
     memcpy(&h, shared, offsetof(l0_header, ready));
     if (ready == 0)
         return h.magic == 0 || h.magic == L0_MAGIC ? L0_NOT_READY : L0_NOT_A_TABLE;
@@ -210,8 +210,8 @@ static inline l0_verdict l0_header_check(const l0_header *shared, uint64_t file_
 }
 
 /* A mapped table. `base` is the mapping, at least `g.file_bytes` long. `me` is this handle's writer id, 0 for none.
- * `ask_fd` is a descriptor of the file for questions about locks; it may have been closed or replaced by others of
- * the process, so it is believed only while it is still the file `dev`, `ino`. `life` holds the life lock: l0_owner.h. */
+ * `ask_fd` is a descriptor of the file, to ask about locks. The process may have closed or reused it, so it is trusted
+ * only while it is still the file `dev`, `ino`. `life` holds the life lock: l0_owner.h. */
 typedef struct l0_table {
     unsigned char *base;
     l0_geometry g;
@@ -239,7 +239,7 @@ static inline uint64_t l0_place(const l0_table *t, uint64_t slot) {
 static inline uint64_t l0_buffer_of(const l0_table *t, uint64_t slot, uint64_t word) {
     return word == 0 ? l0_place(t, slot) : word >> 2 & 127;
 }
-/* A buffer of the slot's stripe: always one within the file, whatever number was found. */
+/* A buffer of the slot's stripe: always inside the file, whatever number was found. */
 static inline l0_buffer_head *l0_buffer_at(const l0_table *t, uint64_t slot, uint64_t buffer) {
     /* The two products do not wait for each other: the first is known before the slot's word is. */
     uint64_t first = (slot >> t->g.stripe_shift) * t->g.stripe_bytes, at = first + buffer * t->g.buffer_bytes;

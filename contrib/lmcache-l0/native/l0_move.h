@@ -8,13 +8,13 @@
  *     S := FREE
  *     T := LIVE
  * A reader that looked at T before and at S after that finds the bound moved, and looks again; so does everyone who
- * takes a key for absent. So the key is never missed, and never seen twice by one look, for that ends at T.
+ * concludes that a key is absent. So no look misses the key, and none sees it twice, because a look ends at T.
  *
- * If the mover is killed, S and T may both have the key. Readers stop at T. Who locks T finds ARRIVING: only a dead mover
- * leaves that, so it frees S and makes T LIVE (l0_settle). Who locks S has looked at T too early, and must not write
- * there: whoever takes a lock from the dead moves the bound before it lets go, so this one finds it moved, and looks
- * again. Locks are tried for, never waited for, and a settler, which waits for S while it has T, waits for nobody who
- * waits for T.
+ * If the mover is killed, S and T may both have the key. Readers stop at T. Whoever locks T finds ARRIVING: only a dead
+ * mover leaves that, so it frees S and makes T LIVE (l0_settle). Whoever locks S has looked at T too early, and must
+ * not write there. Taking a lock from a dead writer moves the bound before the lock is released, so this writer finds
+ * it moved, and looks again. Locks are tried, never waited for. The exception is a settler, which waits for S while it
+ * holds T; it waits for nobody who waits for T.
  *
  * tests/test_moves.py explores all interleavings of this, with kills.
  */
@@ -23,7 +23,7 @@
 
 #include "l0_write.h"
 
-/* Copy a version that stands still into a buffer that no slot names: as l0_fill, from shared memory. */
+/* Copy a version that does not change into a buffer that no slot names: like l0_fill, from shared memory. */
 static inline void l0_fill_from(const l0_table *t, l0_buffer_head *head, uint64_t stamp, l0_buffer_head *source) {
     uint64_t bytes = atomic_load_explicit(&source->bytes, memory_order_relaxed);
     uint64_t key = bytes >> 32, value = bytes & UINT32_MAX;
@@ -41,7 +41,7 @@ static inline void l0_fill_from(const l0_table *t, l0_buffer_head *head, uint64_
     atomic_store_explicit(&head->stamp, stamp, memory_order_release);
 }
 
-/* Both slots are locked by us; the key lives in `from`, and `to` is free. False: the stripe of `to` is busy. */
+/* We hold the locks of both slots; the key lives in `from`, and `to` is free. False: the stripe of `to` is busy. */
 static inline bool l0_move_locked(const l0_table *t, uint64_t home, uint64_t from, uint64_t to, uint64_t near) {
     l0_meta *left = l0_meta_at(t, from), *taken = l0_meta_at(t, to);
     uint64_t source = l0_buffer_of(t, from, atomic_load(&left->current)), word = atomic_load(&taken->current), buffer;
@@ -59,7 +59,7 @@ static inline bool l0_move_locked(const l0_table *t, uint64_t home, uint64_t fro
     return true;
 }
 
-/* Has a slot nearer to the home the key of this hash, too? A mover that died may have left it there. */
+/* Does a slot nearer to the home have the key of this hash, too? A mover that died may have left it there. */
 static inline bool l0_copied(const l0_table *t, uint64_t home, uint64_t far, uint64_t hash) {
     for (uint64_t d = 0; d < far; d++) {
         l0_meta *m = l0_meta_at(t, l0_position(t, home, d));
@@ -87,8 +87,8 @@ static inline bool l0_move(const l0_table *t, uint64_t home, uint64_t far, uint6
     return moved;
 }
 
-/* Move the keys of the homes [first, end) to the nearest slots that are free. How many were moved. The caller has joined
- * as a writer. */
+/* Move the keys of the homes [first, end) to the nearest free slots. Returns how many. The caller has joined as a
+ * writer. */
 static inline uint64_t l0_rehash(const l0_table *t, uint64_t first, uint64_t end) {
     uint64_t all = 0;
     for (uint64_t home = first; home < end; home++) {

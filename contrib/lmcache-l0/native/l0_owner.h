@@ -1,15 +1,14 @@
 /* Who writes, and who is dead: writer rows, life locks, and the lock of a slot or a stripe.
  *
- * A process that writes owns one row of the writer table. It holds a lock on that row's byte of the file, taken on
- * an open file description of its own. What keeps that description is not a descriptor, which anything in the process
- * may close (a daemon closes them all), but a mapping of one page, which no child keeps after a fork (MADV_DONTFORK).
- * The operating system frees the lock with the mapping: when the process ends, however it ends, or replaces itself.
- * So "the byte can be locked" is proof of death, in any pid namespace; a process id proves nothing there, and is
- * soon somebody else's.
+ * A process that writes owns one row of the writer table. It holds a lock on that row's byte of the file, taken on an
+ * open file description of its own. A descriptor does not keep that description, because anything in the process may
+ * close it (a daemon closes them all). A mapping of one page does, and no child has it after a fork (MADV_DONTFORK).
+ * The operating system frees the lock with the mapping: when the process ends, in any way, or replaces itself. So "the
+ * byte can be locked" is proof of death, in any pid namespace; a process id proves nothing, and is soon reused.
  *
  * A lock word names its owner as row << 48 | epoch. The epoch moves each time a row is taken, before its new owner
- * takes any slot. An owner is dead, then, if its row's epoch has moved on (whoever moved it held the life lock, so the
- * former owner had lost it), or if the row's life lock is free. Only then may what it locked be taken, by one
+ * takes any slot. So an owner is dead if its row's epoch has moved on (whoever moved it held the life lock, so the
+ * former owner had lost it), or if the row's life lock is free. Only then may its locks be taken, by one
  * compare-and-swap from exactly that owner.
  */
 #ifndef L0_OWNER_H
@@ -34,9 +33,9 @@
 #define L0_SETLK F_OFD_SETLK
 #define L0_GETLK F_OFD_GETLK
 #else
-/* Without open-file-description locks the lock belongs to the process: as good a proof of death between processes, but
- * two handles of one process do not see each other's, and closing any descriptor of the file drops the lock of all.
- * There, keep one handle of a table in a process (docs/l0/table.md says so). */
+/* Without open-file-description locks the lock belongs to the process. That is as good a proof of death between
+ * processes, but two handles of one process do not see each other's lock, and closing any descriptor of the file drops
+ * the lock of all. There, use one handle of a table per process (docs/l0/table.md says so). */
 #define L0_OWN_LOCKS 0
 #define L0_SETLK F_SETLK
 #define L0_GETLK F_GETLK
@@ -56,7 +55,7 @@ static inline bool l0_same_file(const l0_table *t, int fd) {
     return fd >= 0 && fstat(fd, &st) == 0 && (uint64_t)st.st_dev == t->dev && (uint64_t)st.st_ino == t->ino;
 }
 
-/* What mappings of this file are whole multiples of: more than a page on a hugetlbfs. */
+/* Mappings of this file must be multiples of this: more than a page on a hugetlbfs. */
 static inline uint64_t l0_page_bytes(int fd) {
 #ifdef __linux__
     struct statfs held;
@@ -68,7 +67,7 @@ static inline uint64_t l0_page_bytes(int fd) {
     return L0_HEADER_BYTES;
 }
 
-/* Give the descriptor's lock to a mapping, and close it. Where the system cannot, the descriptor stays. */
+/* Hand the descriptor's lock over to a mapping, and close it. If the system cannot do that, the descriptor stays. */
 static inline int l0_keep_lock(l0_table *t, int fd) {
     t->life_fd = fd;
     t->life = NULL;
@@ -90,8 +89,8 @@ static inline int l0_keep_lock(l0_table *t, int fd) {
     return 0;
 }
 
-/* Take a free row with `fd`, an own open description of the table's file, which is used up if this succeeds. 0, or
- * EAGAIN when every row is taken, or the errno of a call that failed. */
+/* Take a free row with `fd`, our own open description of the table's file, which is used up on success. 0, or EAGAIN if
+ * every row is taken, or the errno of a call that failed. */
 static inline int l0_writer_join(l0_table *t, int fd) {
     uint64_t start = (uint64_t)getpid();
     for (uint64_t i = 0; i < L0_WRITERS_MAX; i++) {
@@ -128,7 +127,7 @@ static inline void l0_writer_leave(l0_table *t) {
     t->me = 0;
 }
 
-/* In a forked child: the parent's lock is the parent's alone. Nothing to unmap: the page did not come along. */
+/* In a forked child: the lock belongs to the parent alone. Nothing to unmap: the child does not have the page. */
 static inline void l0_writer_forked(l0_table *t) {
     if (t->life_fd >= 0)
         close(t->life_fd);

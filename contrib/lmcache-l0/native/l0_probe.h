@@ -1,15 +1,15 @@
 /* Where a key may be: its home, and how far from it the keys of that home live.
  *
- * Open addressing, linear probing. Each home keeps in `bound` the distance of its farthest key, so a probe ends
- * there, not at an empty slot, and a delete just frees its slot: there are no tombstones, and nothing that piles up.
+ * Open addressing, linear probing. Each home keeps in `bound` the distance of its farthest key, so a probe ends there,
+ * not at an empty slot, and a delete just frees its slot: there are no tombstones, and nothing accumulates.
  *
  * The bound is one word: a counter of moves, and the distance. It is raised after a slot was claimed and before
  * its key can be seen; it is lowered after a delete by whoever has looked at every slot of the home, if no move
  * came in between. A claim that the scan did not see has yet to move the word, and moves it even where the
  * distance stays, so a lowering that missed it fails; one that saw it does not go below it.
  *
- * The counter serves a second end: `l0_ticket` before a slow read elsewhere and `l0_insert` with that ticket make
- * "insert, if nobody has inserted or deleted this key since" one step.
+ * The counter has a second use: `l0_ticket` before a slow read elsewhere and `l0_insert` with that ticket make "insert,
+ * if nobody has inserted or deleted this key since" one step.
  */
 #ifndef L0_PROBE_H
 #define L0_PROBE_H
@@ -28,7 +28,7 @@ static inline uint64_t l0_position(const l0_table *t, uint64_t home, uint64_t di
     return at < t->g.slots ? at : at - t->g.slots;
 }
 
-/* How many slots a probe of this home looks at. Never more than probe_max, whatever the file says. */
+/* How many slots a probe of this home looks at. Never more than probe_max, whatever is in the file. */
 static inline uint64_t l0_reach(const l0_table *t, uint64_t bound_word) {
     uint64_t distance = bound_word & L0_DISTANCE_MASK;
     return distance < t->g.probe_max ? distance + 1 : t->g.probe_max;
@@ -54,7 +54,7 @@ static inline bool l0_bound_raise_from(const l0_table *t, uint64_t home, uint64_
                                           l0_bound_moved(ticket, far > distance ? far : distance));
 }
 
-#define L0_LOWER_TRIES 4 /* others are at work on this home: one of them will lower it */
+#define L0_LOWER_TRIES 4 /* others are working on this home: one of them will lower it */
 
 static inline void l0_bound_lower(const l0_table *t, uint64_t home) {
     l0_meta *m = l0_meta_at(t, home);

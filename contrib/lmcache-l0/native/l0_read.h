@@ -28,7 +28,7 @@
 #include "l0_probe.h"
 #include "l0_words.h"
 
-#define L0_READ_TRIES 10000 /* each is lost to a writer that took the buffer during one copy: then we say so */
+#define L0_READ_TRIES 10000 /* each costs a writer that took the buffer during one copy; after so many, report it */
 #define L0_HIT_SAMPLE_SHIFT 58 /* one read in 64 is counted: counting all would bounce lines between readers */
 #define L0_HIT_SAMPLE 64u
 
@@ -43,7 +43,7 @@ static inline l0_key l0_key_of(const l0_table *t, const unsigned char *bytes, si
     return key;
 }
 
-/* A value as it was found: it is what it says for as long as l0_intact holds. */
+/* A value as found. It is valid as long as l0_intact holds. */
 typedef struct l0_found {
     l0_meta *meta;
     l0_buffer_head *head;
@@ -55,11 +55,11 @@ typedef struct l0_found {
 typedef enum l0_result {
     L0_DONE = 0,
     L0_MISS,
-    L0_FULL,       /* no slot within reach */
+    L0_FULL,       /* no slot in reach */
     L0_BUSY,       /* a living writer holds the slot of this key, or its stripe */
     L0_UNSETTLED,  /* lost L0_READ_TRIES times in a row */
     L0_OTHER_SIZE, /* the value is not of the size asked for */
-    L0_OTHER_TYPE, /* nor of the type */
+    L0_OTHER_TYPE, /* or not of the type */
     L0_MOVED,      /* insert: the key is there, or the ticket is old */
 } l0_result;
 
@@ -74,8 +74,8 @@ static inline bool l0_intact(const l0_found *found) {
 #endif
 }
 
-/* What a live slot's word leads to. In pieces, perhaps: ask l0_intact after use. `n` is within the buffer, whatever the
- * file says. */
+/* What a live slot's word leads to. It may be torn: ask l0_intact after use. `n` is within the buffer, whatever is in
+ * the file. */
 static inline void l0_open(const l0_table *t, uint64_t slot, uint64_t word, l0_found *found) {
     l0_buffer_head *head = l0_buffer_at(t, slot, l0_buffer_of(t, slot, word));
     uint64_t n = atomic_load_explicit(&head->bytes, memory_order_relaxed) & UINT32_MAX;
@@ -93,7 +93,7 @@ static inline bool l0_has_key(const l0_table *t, l0_buffer_head *head, l0_key ke
            l0_equal(l0_key_at(t, head), key.bytes, key.n);
 }
 
-/* Does this key live in the slot? L0_DONE (`found` may be in pieces), L0_MISS (proven), L0_UNSETTLED. */
+/* Does this key live in the slot? L0_DONE (`found` may be torn), L0_MISS (proven), L0_UNSETTLED. */
 static inline l0_result l0_look_at(const l0_table *t, uint64_t slot, l0_key key, l0_found *found) {
     l0_meta *m = l0_meta_at(t, slot);
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
@@ -116,8 +116,8 @@ static inline l0_result l0_look_at(const l0_table *t, uint64_t slot, l0_key key,
 #define L0_BETWEEN_LOOKS() ((void)0)
 #endif
 
-/* Find a key that is not longer than key_bytes_max. What it found may be in pieces: use it, then ask l0_intact, and look
- * again if that says no. */
+/* Find a key that is not longer than key_bytes_max. The result may be torn: use it, then ask l0_intact, and look again
+ * if that says no. */
 static inline l0_result l0_look(const l0_table *t, l0_key key, l0_found *found) {
     uint64_t home = l0_home(t, key.hash);
     const _Atomic uint64_t *bound = &l0_meta_at(t, home)->bound;
@@ -130,7 +130,7 @@ static inline l0_result l0_look(const l0_table *t, l0_key key, l0_found *found) 
                 return result;
             L0_BETWEEN_LOOKS();
         }
-        /* A key that moved from a slot ahead of us to one behind us has moved the bound before it left the former. */
+        /* A key that moved from a slot ahead of us to one behind us moved the bound before it left the former. */
         atomic_thread_fence(memory_order_acquire);
 #ifdef L0_TEST_ONE_LOOK
         return L0_MISS; /* the negative control of the races with moves: with this they must miss a key. Never in a real build. */
@@ -142,7 +142,7 @@ static inline l0_result l0_look(const l0_table *t, l0_key key, l0_found *found) 
     return L0_UNSETTLED;
 }
 
-/* As l0_look, and what it found is of one piece at that moment (the length can be trusted, bytes may be viewed). */
+/* As l0_look, but the result is not torn at that moment (the length can be trusted, bytes may be viewed). */
 static inline l0_result l0_find(const l0_table *t, l0_key key, l0_found *found) {
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
         l0_result result = l0_look(t, key, found);
@@ -153,13 +153,13 @@ static inline l0_result l0_find(const l0_table *t, l0_key key, l0_found *found) 
     return L0_UNSETTLED;
 }
 
-/* May a value with this tag be read as that? Bytes may be read as anything, and anything as bytes (0). */
+/* May a value with this tag be read as that type? Bytes may be read as anything, and anything as bytes (0). */
 static inline bool l0_type_fits(uint64_t stored, uint64_t asked) {
     return stored == 0 || asked == 0 || stored == asked;
 }
 
 /* Copy the value of `key` if it has exactly n bytes of this type. L0_DONE, L0_MISS, L0_OTHER_SIZE, L0_OTHER_TYPE,
- * L0_UNSETTLED; nothing is written but for a copy that goes well, or that is made again. */
+ * L0_UNSETTLED. It writes only a copy that succeeds, or that is repeated. */
 static inline l0_result l0_get_exactly(const l0_table *t, l0_key key, unsigned char *to, size_t n, uint64_t tag,
                                        l0_found *found) {
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {

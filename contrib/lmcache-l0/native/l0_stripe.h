@@ -1,13 +1,13 @@
 /* Which buffer a write goes into, and which one it retires.
  *
- * Every slot owns one buffer of its stripe; the spares are the rest, kept in the order in which they were retired. A
- * write takes the longest-retired one, and what its slot owned until then becomes the last of them. So the bytes of a
- * version stay as they are until its key was written again, and then `spares` - 1 more writes have fallen in its stripe.
+ * Every slot owns one buffer of its stripe; the spares are the rest, in the order in which they were retired. A write
+ * takes the oldest, and the buffer that its slot owned until then becomes the newest. So the bytes of a version stay
+ * until its key is written again and `spares` - 1 more writes have happened in its stripe.
  *
  * Both steps are under the stripe's lock, which is held across the write. Taking changes nothing: the ring still names
  * the buffer, and moves on only after the slot's word has. So wherever the owner of the lock was killed, the spares are
- * the buffers that no slot names, and whoever takes the lock over writes the ring anew from that: those it names
- * already, in their order, then the one that it does not know yet.
+ * the buffers that no slot names. Whoever takes the lock over rebuilds the ring from that: the spares that it names
+ * already, in their order, then the one that it lacks.
  *
  * The ring is one word: L0_RING_USED, and `spares` numbers of 8 bits, the oldest lowest. Zero is a stripe that was never
  * written: its spares stand behind the buffers of its slots.
@@ -56,7 +56,7 @@ static inline void l0_ring_repair(const l0_table *t, uint64_t slot) {
     atomic_store_explicit(&l0_stripe_of(t, slot)->ring, ring, memory_order_relaxed);
 }
 
-/* Choose the buffer for a write of `slot`, whose lock we hold. False: another writer has held the stripe for wait_ns. */
+/* Choose the buffer for a write of `slot`, whose lock we hold. False: another writer held the stripe for wait_ns. */
 static inline bool l0_take(const l0_table *t, uint64_t slot, uint64_t owned, uint64_t wait_ns, uint64_t *buffer) {
     if (t->g.versions) {
         *buffer = owned + 1 < t->g.stripe_buffers ? owned + 1 : 0;
@@ -71,7 +71,7 @@ static inline bool l0_take(const l0_table *t, uint64_t slot, uint64_t owned, uin
     return true;
 }
 
-/* The slot's word names the buffer that was taken: what it named before is a spare now. */
+/* The slot's word now names the new buffer: the one that it named before becomes a spare. */
 static inline void l0_retire(const l0_table *t, uint64_t slot, uint64_t owned) {
     if (t->g.versions)
         return;

@@ -13,7 +13,7 @@ typedef struct l0_resident {
     uint64_t hits;
 } l0_resident;
 
-/* Read the key of a slot. False: nothing lives there. */
+/* Read the key of a slot. False: the slot is empty. */
 static inline bool l0_resident_at(const l0_table *t, uint64_t slot, l0_resident *r) {
     l0_meta *m = l0_meta_at(t, slot);
     l0_found found;
@@ -75,7 +75,7 @@ static inline void l0_cool(const l0_table *t, uint64_t from, uint64_t to) {
         l0_meta *m = l0_meta_at(t, slot);
         uint32_t hits = atomic_load_explicit(&m->hits, memory_order_relaxed);
         if (hits)
-            atomic_store_explicit(&m->hits, hits / 2, memory_order_relaxed); /* a count lost now and then is nothing */
+            atomic_store_explicit(&m->hits, hits / 2, memory_order_relaxed); /* losing a count is harmless */
     }
 }
 

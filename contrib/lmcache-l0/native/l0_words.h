@@ -1,9 +1,9 @@
 /* Hashing, and copies between private and shared memory.
  *
- * Shared bytes may change while they are read: that is the design, and the check of the stamp throws such a copy away.
- * In C11 it is a race, and so undefined, unless the accesses are atomic. So shared memory is read and written in
- * relaxed 8-byte atomics, which cost what plain loads and stores cost and which thread sanitizers understand.
- * Keys and buffers in the table are 8-aligned and padded to 8 bytes.
+ * Shared bytes may change while they are read. That is by design: the check of the stamp rejects such a copy. In C11 it
+ * is a race, and so undefined, unless the accesses are atomic. So shared memory is read and written in relaxed 8-byte
+ * atomics, which cost the same as plain loads and stores, and which thread sanitizers understand. Keys and buffers in
+ * the table are 8-aligned and padded to 8 bytes.
  */
 #ifndef L0_WORDS_H
 #define L0_WORDS_H
@@ -97,8 +97,8 @@ static inline uint64_t l0_fold(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Keyed by the table's random seed, so that nobody prepares keys that all share one home. Little-endian tables only
- * (the header says so), so the words are taken as they stand. */
+/* Keyed by the table's random seed, so that nobody can prepare keys that all share one home. Little-endian tables only
+ * (the header says so), so the words need no conversion. */
 static inline uint64_t l0_hash(const unsigned char *key, size_t n, uint64_t seed) {
     uint64_t state = seed ^ (UINT64_C(0xa5bc01b5eaf65d07) * (n + 1));
     size_t i = 0;

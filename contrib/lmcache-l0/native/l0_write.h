@@ -1,4 +1,4 @@
-/* Writing: beside the current version, visible in one step, one writer a slot.
+/* Writing: next to the current version, made visible in one step, one writer per slot.
  *
  * A slot is changed only under its lock (l0_owner.h), so writers of one key take turns; the buffer for a write is chosen
  * and filled under the lock of the stripe (l0_stripe.h), so writers of one stripe take turns while they copy. A stripe's
