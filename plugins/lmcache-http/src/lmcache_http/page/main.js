@@ -28,6 +28,7 @@ let soon = false; // something has happened since the pending request
 let reasonsKnown = false;
 let heard = []; // events not yet shown
 let signing = false; // the sign-in form is shown, and no requests are made
+let entries = 0; // how often someone has signed in: answers to a former token count for nothing
 
 // Ask the server once, and again in two seconds, whatever the result.
 async function turn() {
@@ -45,7 +46,9 @@ async function turn() {
 }
 
 async function look() {
+  const entry = entries;
   const rights = await ask("rights");
+  if (entry !== entries) return;
   if (!rights.read) {
     signIn(rights.why_not.read, false);
     return;
@@ -55,7 +58,7 @@ async function look() {
     reasonsKnown = true;
   }
   const status = await ask("status");
-  if (signing) return;
+  if (signing || entry !== entries) return;
   history.add(status, Date.now() / 1e3);
   showRights(rights);
   show(status);
@@ -126,6 +129,7 @@ function signIn(why, back) {
 
 function signedIn() {
   signing = false;
+  entries += 1;
   byId("token").value = "";
   unfollow();
   turn();
