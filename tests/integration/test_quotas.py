@@ -331,12 +331,13 @@ def test_a_tier_whose_new_policy_gives_a_namespace_to_another_tenant_than_the_qu
     text = f'[quotas.other]\nnamespaces = ["{CHAT.id:016x}"]\n[quotas.other.stores.disk]\nlimit_bytes = "4MiB"\n'
     policy = {"type": "isolated", "tenants": {"team": {"namespaces": [f"{CHAT.id:016x}"], "quota_bytes": "8MiB"}}}
     with Server(settings_of(tmp_path, text)).start() as server, server.connect() as client:
-        before = server.tiering._tiers["disk"]
+        assert server.tiering is not None
+        (before,) = server.tiering.tiers
         with pytest.raises(
             SettingsError, match=r"quotas\.other: the settings of disk's eviction policy give .* 'team'"
         ):
             client.tiers_reconfigure("disk", {"eviction": policy})
-        assert server.tiering._tiers["disk"] is before
+        assert [*server.tiering.tiers] == [before]
         assert stores_of(server)["other"]["disk"]["limit_bytes"] == 4 << 20
 
 

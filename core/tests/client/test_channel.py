@@ -310,7 +310,7 @@ def test_a_call_that_was_never_sent_is_not_taken_back(script: Script, channel: C
         with pytest.raises(DisconnectedError, match="silent"):
             channel.call_held_back(m.Noop)
     assert not [each for each in script.sent if isinstance(each, m.Cancel)]
-    assert not channel._owed
+    assert not channel.owes
 
 
 def test_waiting_for_a_while_changes_nothing(script: Script, channel: Channel) -> None:
