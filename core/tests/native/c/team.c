@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -56,9 +57,10 @@ static void check_several_callers(size_t rounds) {
         pthread_join(others[i], NULL);
 }
 
-/* The thread sanitizer does not follow a child that makes threads; the emulator that runs this for arm64 has locks of
- * its own, which do not survive a fork beside other threads. */
-#if !defined(__SANITIZE_THREAD__) && !defined(__aarch64__)
+/* Only the plain program forks beside other threads. The sanitizers lock a registry of threads around each
+ * pthread_create, and the emulator that runs this for arm64 has such locks too: a child that was forked meanwhile waits
+ * for ever for a lock that nobody holds in it. */
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) && !defined(__aarch64__)
 #define CAN_FORK
 
 static void check_fork(size_t rounds) {
@@ -69,11 +71,13 @@ static void check_fork(size_t rounds) {
         pid_t child = fork();
         CHECK(child >= 0, "no child: %s", strerror(errno));
         if (child == 0) {
-            alarm(60); /* a child that hangs ends all the same, and is seen */
+            prctl(PR_SET_PDEATHSIG, SIGKILL); /* not SIGALRM, which a thread that makes others blocks */
             run_jobs(20);
             _exit(0);
         }
+        alarm(60); /* if the child hangs, this ends us, and our end ends it */
         CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %d", status);
+        alarm(0);
     }
     pthread_join(other, NULL);
 }
