@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import EVENT_BATCH_OBJECTS, EVENT_BUS_OBJECTS_MAX
 from lmcache_core.observe import bus as bus_module
 from lmcache_core.observe.bus import EventBus
@@ -55,9 +56,9 @@ def make() -> Iterator[Callable[..., EventBus]]:
     buses: list[EventBus] = []
     heard: list[EventSubscriber] = []
 
-    def made(queue_size: int = 100, **subscribers: EventSubscriber) -> EventBus:
+    def made(queue_size: int = 100, clock: Clock | None = None, **subscribers: EventSubscriber) -> EventBus:
         heard.extend(subscribers.values())
-        buses.append(EventBus(subscribers, queue_size))
+        buses.append(EventBus(subscribers, queue_size, clock or Clock()))
         return buses[-1]
 
     yield made
@@ -302,3 +303,62 @@ def test_objects_of_several_namespaces_are_an_event_each() -> None:
         ObjectsEvicted(at_s=5.0, namespace=1, keys=[b"a", b"b"], nbytes=8192, policy="lru"),
         ObjectsEvicted(at_s=5.0, namespace=2, keys=[b"c"], nbytes=4096, policy="lru"),
     ]
+
+
+# --- beside a busy loop -----------------------------------------------------------------------------------------
+
+
+class BusyLoop(Clock):
+    """The clock of a loop that is always in a turn that has just begun, until `idle`."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.idle = False
+        super().__init__(self._look)
+
+    def _look(self) -> float:
+        self.looks += 1
+        return 1e6 if self.idle else 0.0
+
+
+def test_subscribers_are_told_once_the_loop_has_nothing_to_do(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "EVENT_PATIENCE_S", 1e6)
+    heard, loop = Heard(), BusyLoop()
+    emit(make(clock=loop, one=heard), 1, 2)
+    until(lambda: loop.looks > 3)
+    assert not heard.inside.is_set()
+    loop.idle = True
+    until(lambda: heard.numbers == [1, 2])
+
+
+def test_no_event_waits_long_for_a_loop_that_never_rests(make: Callable[..., EventBus]) -> None:
+    heard = Heard()
+    emit(make(clock=BusyLoop(), one=heard), 1)
+    until(lambda: heard.numbers == [1])
+
+
+@pytest.mark.parametrize("objects", [0, EVENT_BUS_OBJECTS_MAX // 2])
+def test_a_queue_that_is_half_full_waits_for_no_loop(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch, objects: int
+) -> None:
+    monkeypatch.setattr(bus_module, "EVENT_PATIENCE_S", 1e6)
+    heard = Heard()
+    bus = make(4 if not objects else 100, BusyLoop(), one=heard)
+    bus.emit(one, DrainBegun, keeps=objects, drain_s=1.0)
+    bus.emit(one, DrainBegun, drain_s=2.0)
+    until(lambda: 1 in heard.numbers)
+
+
+def test_closing_tells_what_waits_though_the_loop_is_busy(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "EVENT_PATIENCE_S", 1e6)
+    heard, loop = Heard(), BusyLoop()
+    bus = make(clock=loop, one=heard)
+    emit(bus, 1)
+    until(lambda: loop.looks > 1)
+    bus.close()
+    assert heard.numbers == [1]
+    assert heard.closed == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_core.clock import Clock
 from lmcache_core.observe import bus as bus_module
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import CacheEvent, DrainBegun
@@ -135,7 +136,7 @@ def test_a_recording_comes_back_by_itself_and_what_it_missed_is_counted(
 ) -> None:
     monkeypatch.setattr(bus_module, "SUBSCRIBER_RETRY_S", 0.0)
     made = recorder(tmp_path)
-    bus = EventBus({"record": made}, 100)
+    bus = EventBus({"record": made}, 100, Clock())
     (path,) = tmp_path.iterdir()
     with room_for(path.stat().st_size + 10):
         bus.emit(lambda at_s: lookup(1))

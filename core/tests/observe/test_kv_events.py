@@ -17,6 +17,7 @@ import zmq
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import BlocksReported, CacheEvent, EventsMissed, ObjectsAdmitted, of_objects
@@ -270,7 +271,7 @@ def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
     class One:
         key, namespace, nbytes = bytes(32), 1, 1
 
-    bus = EventBus({"one": Hears()}, 2)
+    bus = EventBus({"one": Hears()}, 2, Clock())
     for _ in range(200):
         bus.emit(of_objects, ObjectsAdmitted, [One()], keeps=1)
     full.set()

@@ -15,11 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import (
     EVENT_BATCH_MAX,
     EVENT_BATCH_OBJECTS,
     EVENT_BATCH_S,
     EVENT_BUS_OBJECTS_MAX,
+    EVENT_PATIENCE_S,
+    EVENT_QUIET_S,
     EVENT_REST_S_MAX,
     EVENTS_CLOSE_S,
     SUBSCRIBER_HANG_S,
@@ -79,16 +82,18 @@ class EventBus:
         self,
         subscribers: Mapping[str, EventSubscriber],
         queue_size: int,
+        clock: Clock,
         *,
         batch_s: float = EVENT_BATCH_S,
         now: Any = time.time,
     ) -> None:
         """`queue_size`: how many calls of `emit` may wait; one may be about a thousand objects, and the objects are
-        limited too. `batch_s`: how long to wait for more before subscribers are called."""
+        limited too. `clock`: the loop's. `batch_s`: how long to wait for more before subscribers are called."""
         self.queue_size = queue_size
         self.emitted = 0
         self.dropped = 0
         self._untold = 0  # of these, the number not yet reported to subscribers
+        self._clock = clock
         self._batch_s = batch_s
         self._now = now
         self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
@@ -179,7 +184,7 @@ class EventBus:
             ended = self._stopping.is_set()  # checked first, so that everything queued before it is delivered
             self._awake = False
             began_s = time.monotonic()
-            while self._tell_owed(turn) and self._take():
+            while self._tell_owed(turn) and self._wait_for_quiet() and self._take():
                 if len(self._queue) < self.queue_size // 2:
                     self._stopping.wait(min(EVENT_REST_S_MAX, time.monotonic() - began_s))
                 began_s = time.monotonic()
@@ -191,6 +196,20 @@ class EventBus:
             self._wake.wait()
             self._wake.clear()
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
+
+    def _wait_for_quiet(self) -> bool:
+        """Leave the interpreter to the loop until that has had nothing to do for `EVENT_QUIET_S`. Not where the queue
+        is half full, and no event waits for this longer than `EVENT_PATIENCE_S`. Returns True."""
+        while (
+            self._queue
+            and len(self._queue) < self.queue_size // 2
+            and self._objects_in - self._objects_out < EVENT_BUS_OBJECTS_MAX // 2
+            and self._now() - self._queue[0].at_s < EVENT_PATIENCE_S
+            and self._clock.read() - self._clock.now < EVENT_QUIET_S
+        ):
+            if self._stopping.wait(EVENT_BATCH_S):
+                break
+        return True
 
     def _take(self) -> bool:
         """Build the next batch for every subscriber; it may be empty. False: nothing waits."""

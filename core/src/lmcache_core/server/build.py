@@ -67,7 +67,7 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
     former = FormerPool(segment, settings.l1.adopt.verify) if segment.adopted else None
     if former is not None:
         undo.callback(former.close)
-    events = _events(settings, registry)
+    events = _events(settings, registry, clock)
     if events is not None:
         undo.callback(events.bus.close)
     tracing = _tracing(settings, clock, kernel, lambda: l1.tiering is not None)
@@ -194,7 +194,7 @@ def _adopting(former: FormerPool, l1: L1, loop: Loop) -> Adopting:
     return adopting
 
 
-def _events(settings: Settings, registry: Registry) -> EventTaps | None:
+def _events(settings: Settings, registry: Registry, clock: Clock) -> EventTaps | None:
     """The event taps, if the settings name subscribers."""
     if not settings.subscribers:
         return None
@@ -204,7 +204,7 @@ def _events(settings: Settings, registry: Registry) -> EventTaps | None:
         for name, own in settings.subscribers.items():
             subscribers[name] = registry.build(Kind.EVENT_SUBSCRIBER, name, own, context)
             undo.callback(subscribers[name].close)
-        bus = EventBus(subscribers, settings.event_bus_queue_size)
+        bus = EventBus(subscribers, settings.event_bus_queue_size, clock)
         undo.pop_all()
     wants_blocks = any(each.wants_blocks for each in subscribers.values())
     wants_tokens = any(each.wants_tokens for each in subscribers.values())

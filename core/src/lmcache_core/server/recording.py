@@ -70,7 +70,7 @@ class Recording:
         except OSError as error:
             raise UsageError(f"cannot record into {settings.dir}: {error.strerror}") from error
         self._settings = settings
-        self._bus = EventBus({"record": self._recorder}, RECORDS_WAITING_MAX)
+        self._bus = EventBus({"record": self._recorder}, RECORDS_WAITING_MAX, self._clock)
         self.on = True
         self._l1.serve_index(False)
 

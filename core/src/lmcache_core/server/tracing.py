@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_core.kernel.answers import Grant, Settled
@@ -81,7 +82,7 @@ class Tracing:
         self._clock = clock
         self._kept = kept
         self._tiered = tiered
-        self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX, batch_s=SPAN_BATCH_S)
+        self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX, clock, batch_s=SPAN_BATCH_S)
         # The oldest go first: taken from the front of a plain dict, each would cost a look at all that went before.
         self._stores: OrderedDict[int, _Store] = OrderedDict()  # by lease
         # Stores that are answered later.
@@ -136,7 +137,7 @@ class Tracing:
             store = self._stores[reply.lease] = _Store(span, request.namespace)
         first = len(store.keys) // KEY_BYTES
         store.keys += request.keys
-        fresh = [at for at, status in enumerate(reply.statuses, first) if status == _GRANTED]
+        fresh = _equal(_GRANTED, reply.statuses, range(first, first + len(reply.statuses)))
         store.open.update(fresh)
         store.granted += len(fresh)
         if not store.open:
@@ -147,12 +148,11 @@ class Tracing:
         store = self._stores.get(lease)
         if store is None:
             return
-        answered = [(at, each) for at, each in zip(positions, outcomes, strict=False) if at in store.open]
-        store.open.difference_update([at for at, _ in answered])
-        done = [at for at, outcome in answered if outcome == _COMMITTED]
+        done = store.open.intersection(_equal(_COMMITTED, outcomes, positions))
+        store.open.difference_update(positions)
         store.committed += len(done)
         if done and self._tiered():
-            self._remember(store, [bytes(store.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in done])
+            self._remember(store, [bytes(store.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in sorted(done)])
         if not store.open:
             self._store_ended(self._stores.pop(lease))
 
@@ -260,6 +260,11 @@ class Tracing:
             "dropped": told["dropped"],
             "aside": told["subscribers"]["otel"]["aside"],
         }
+
+
+def _equal(wanted: int, values: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """The positions whose value is the wanted one. It runs for each key of a store, on the loop."""
+    return list(compress(positions, map(wanted.__eq__, values)))
 
 
 def _new_id() -> int:

@@ -1,6 +1,6 @@
 """The contract of an L2 adapter, as tests: subclass `L2AdapterContract` and bring an adapter.
 
-    class TestAcme(L2AdapterContract):
+    class TestAcmeAdapter(L2AdapterContract):
         @pytest.fixture
         def adapter(self, adapter_context):
             with AcmeAdapter(AcmeSettings(bucket="t"), adapter_context) as adapter:

@@ -1,6 +1,6 @@
 """The contract of an eviction policy, as tests.
 
-class TestAcme(EvictionPolicyContract):
+class TestAcmePolicy(EvictionPolicyContract):
     @pytest.fixture
     def make_policy(self):
         return lambda: AcmePolicy(AcmeSettings())

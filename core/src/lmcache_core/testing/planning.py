@@ -1,6 +1,6 @@
 """The contracts of store and prefetch policies, as tests.
 
-class TestAcme(StorePolicyContract):
+class TestAcmeStorePolicy(StorePolicyContract):
     @pytest.fixture
     def make_policy(self):
         return lambda: AcmeStore(AcmeSettings())

@@ -1,6 +1,6 @@
 """The contract of a serde, as tests.
 
-    class TestAcme(SerdeContract):
+    class TestAcmeSerde(SerdeContract):
         @pytest.fixture
         def make_serde(self):
             return lambda: AcmeSerde(AcmeSettings())
