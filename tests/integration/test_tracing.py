@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -41,6 +42,43 @@ NBYTES = 65536
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENGINES = f"00-{TRACE}-{SPAN}-01"
 ATTRIBUTES = {each.name: set(each.attributes) for each in SPANS}
+
+
+@pytest.fixture
+def endless() -> Iterator[str]:
+    """The address of a collector that accepts spans with an answer that has no end."""
+    stopping = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the exporter hangs up
+                while not stopping.is_set():
+                    self.wfile.write(bytes(65536))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    stopping.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_collector_whose_answer_has_no_end_is_hung_up_on(node: Node, endless: str) -> None:
+    node.serve("--otel.endpoint", endless)
+    client = node.client()
+    client.store([node.key("first")], [node.payload(1)], namespace=node.namespace, traceparent=ENGINES)
+    told = until(lambda: (t := client.status()["tracing"])["exported"] + bool(t["aside"]) and t)
+    assert not told["aside"]
+    assert told["exported"] == 1
 
 
 class Collector:

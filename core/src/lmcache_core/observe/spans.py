@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _THEIR_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_ANSWER_BYTES_MAX = 64 << 10  # of a collector's answer; an OTLP answer has a few bytes
 SpanKind = Literal["server", "client", "internal"]
 
 
@@ -118,6 +119,7 @@ class SpanExporter(EventSubscriber):
 
     def __init__(self, settings: OtelSettings, server: str) -> None:
         try:
+            import requests
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk import trace as sdk
@@ -140,7 +142,12 @@ class SpanExporter(EventSubscriber):
             {"service.name": settings.service_name, "service.version": __version__, "lmcache.server": server}
         )
         headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
-        self._exporter = OTLPSpanExporter(self._endpoint, headers=headers or None, timeout=settings.timeout_s)
+        # The SDK's own session keeps an answer in memory however long it is, and its time-out is for each read.
+        session = requests.Session()
+        session.hooks["response"].append(_read_briefly)
+        self._exporter = OTLPSpanExporter(
+            self._endpoint, headers=headers or None, timeout=settings.timeout_s, session=session
+        )
         # The SDK logs every failed batch; we log it from time to time. Exports of an engine in this process are not
         # affected.
         _THEIR_LOG.addFilter(_not_ours)
@@ -187,6 +194,13 @@ class SpanExporter(EventSubscriber):
     def _context(self, trace: int, span: int, *, remote: bool) -> Any:
         sampled = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(trace, span, remote, sampled)
+
+
+def _read_briefly(response: Any, **_: Any) -> None:
+    """Read a normal answer to its end, for the connection to be kept, and hang up on a longer one."""
+    response.raw.read(_ANSWER_BYTES_MAX)
+    if not response.raw.closed:
+        response.close()
 
 
 def _not_ours(record: logging.LogRecord) -> bool:
