@@ -184,6 +184,8 @@ def test_what_a_kill_leaves_can_be_read(tmp_path: Path) -> None:
     assert len(whole) >= 5
     path.write_bytes(path.read_bytes()[:-7])
     assert list(read_recording(path)[1]) == whole[:-1]
+    path.with_name("000001.lmctrace").touch()  # the next file had just been created
+    assert list(read_recording(path.parent)[1]) == whole[:-1]
 
 
 def test_workers_are_as_many_as_were_recorded_and_go_at_their_speed(serve: Callable[..., Any], tmp_path: Path) -> None:

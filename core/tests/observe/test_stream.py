@@ -21,6 +21,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 
@@ -115,6 +116,23 @@ def test_a_reader_that_is_gone_makes_room_for_another(stream: EventStream, conne
     late = connect()
     stream.hear(leases(1, 7))
     assert [event["lease"] for event in late.packet()] == [7]
+
+
+def test_readers_that_come_and_go_while_nothing_happens_keep_nobody_out(
+    stream: EventStream, connect: Callable[[], Reader]
+) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    for _ in range(200):  # more than may wait to be accepted
+        gone = connect()
+        until(lambda: descriptors() == before + 2)  # both ends
+        gone.sock.close()
+        until(lambda: descriptors() == before)
+    reader = connect()
+    stream.hear(leases(1))
+    assert reader.packet()
 
 
 def test_the_largest_event_fits_into_a_packet_and_says_what_it_leaves_out(

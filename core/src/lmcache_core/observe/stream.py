@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from lmcache_core.settings.model import Section
 KEYS_MAX = 256  # of one event: its line must fit into a packet
 PACKET_BYTES = 32 << 10  # a packet is sent once it has this size; its last line adds less than that again
 PACKET_BYTES_MAX = 2 * PACKET_BYTES  # what a reader's buffer must hold
+ACCEPT_RETRY_S = 0.1  # there was no descriptor for a reader
 TEXT_CHARS_MAX = 2000  # of a text field in an event
 
 
@@ -44,54 +47,88 @@ class EventStream(EventSubscriber):
     def __init__(self, settings: StreamSettings, context: SubscriberContext) -> None:
         self._path = stream_path(settings.path, context.state_dir, context.server)
         self._readers_max = settings.readers_max
-        self._readers: list[_Reader] = []
+        self._readers: dict[int, _Reader] = {}  # by descriptor
+        self._lock = threading.Lock()  # guards them
+        self._stopping = threading.Event()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._inode = _listen(self._sock, self._path)
+            self._epoll = select.epoll()
         except BaseException:
             self._sock.close()
             raise
+        self._epoll.register(self._sock, select.EPOLLIN)
         forget_in_child(self)
+        self._thread = threading.Thread(target=self._run, name="lmcache-event-stream", daemon=True)
+        self._thread.start()
 
     def after_fork_in_child(self) -> None:
         """Otherwise readers would wait for a child that sends nothing."""
-        self._sock.close()
-        for reader in self._readers:
-            reader.close()
-        self._readers = []
+        self._lock = threading.Lock()  # a thread that does not exist here may have held it
+        self._close_sockets()
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        self._accept()
-        if not self._readers:
-            return
-        packets = list(_packets(events))
-        for reader in list(self._readers):
-            if not reader.tell(packets):
-                reader.close()
-                self._readers.remove(reader)
+        with self._lock:  # nothing here waits for a reader
+            self._tend()  # whoever connected before these events is told of them
+            packets = list(_packets(events)) if self._readers else []
+            for reader in self._readers.values():
+                reader.tell(packets)
 
     def close(self) -> None:
-        self._sock.close()
-        for reader in self._readers:
-            reader.close()
-        self._readers = []
+        if self._sock.fileno() < 0:
+            return  # closed before, or in a child
+        self._stopping.set()
+        self._sock.shutdown(socket.SHUT_RDWR)  # the thread wakes up
+        self._thread.join()
+        self._close_sockets()
         try:
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
         except FileNotFoundError:
             return
 
-    def _accept(self) -> None:
+    def _run(self) -> None:
+        """Tend the readers also while nothing happens."""
+        while True:
+            self._epoll.poll()
+            if self._stopping.is_set():
+                return
+            with self._lock:
+                accepted = self._tend()
+            if not accepted:
+                self._stopping.wait(ACCEPT_RETRY_S)
+
+    def _tend(self) -> bool:
+        """Remove readers that hung up, and accept new ones; needs the lock. False: one could not be accepted, and still
+        waits."""
+        self._remove_gone()
         while True:
             try:
                 sock, _ = self._sock.accept()
-            except OSError:  # nobody is connecting, or it hung up, or there is no descriptor for it: it waits
-                return
-            if len(self._readers) < self._readers_max:
-                self._readers.append(_Reader(sock))
-            else:
+            except BlockingIOError:
+                return True
+            except OSError:  # it hung up, or there is no descriptor for it
+                return False
+            if len(self._readers) >= self._readers_max:
+                self._remove_gone()  # those just accepted, too
+            if len(self._readers) >= self._readers_max:
                 sock.close()
+                continue
+            self._readers[sock.fileno()] = _Reader(sock)
+            self._epoll.register(sock, 0)
+
+    def _remove_gone(self) -> None:
+        for fd, _ in self._epoll.poll(0):
+            if fd in self._readers:  # watched for nothing but its end
+                self._readers.pop(fd).close()
+
+    def _close_sockets(self) -> None:
+        self._epoll.close()
+        self._sock.close()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
 
 
 class _Packet(NamedTuple):
@@ -107,15 +144,11 @@ class _Reader:
         self._sock = sock
         self._missed = 0
 
-    def tell(self, packets: Sequence[_Packet]) -> bool:
-        """Returns False if the reader is gone."""
-        try:
-            for packet in packets:
-                if not (self._owes_nothing() and self._send(packet.data)):
-                    self._missed += packet.events
-        except OSError:
-            return False
-        return True
+    def tell(self, packets: Sequence[_Packet]) -> None:
+        """Nothing happens if the reader is gone: its end is seen elsewhere."""
+        for packet in packets:
+            if not (self._owes_nothing() and self._send(packet.data)):
+                self._missed += packet.events
 
     def close(self) -> None:
         self._sock.close()
@@ -127,10 +160,10 @@ class _Reader:
         return not self._missed
 
     def _send(self, data: bytes) -> bool:
-        """Send one whole packet; False: there is no room for it."""
+        """Send one whole packet; False: there is no room for it, or nobody reads any more."""
         try:
             self._sock.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
+        except OSError:
             return False
         return True
 

@@ -173,6 +173,8 @@ def read_recording(path: Path) -> tuple[TraceHeader, Iterator[Operation]]:
 
 def _operations(files: Iterable[Path]) -> Iterator[Operation]:
     for path in files:
+        if not path.stat().st_size:
+            continue  # a kill came between its beginning and its header
         _, at = _open(path)
         with path.open("rb") as file:
             file.seek(at)

@@ -255,7 +255,7 @@ class Tracing:
         return {
             "endpoint": self._endpoint,
             "exported": self._exporter.exported,
-            "failed": self._exporter.failed,
+            "failed": self._exporter.failed + told["subscribers"]["otel"]["missed"],
             "waiting": told["queue"],
             "dropped": told["dropped"],
             "aside": told["subscribers"]["otel"]["aside"],
