@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,13 +15,15 @@ class Clock:
     time at which the wait began.
     """
 
-    __slots__ = ("now", "read")
+    __slots__ = ("now", "read", "rests_since_s")
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
         self.read = read  # the current time, for measurements within a turn
         self.now = read()
+        self.rests_since_s = self.now  # since when the loop has waited for something to do; infinite during a turn
 
     def turn(self) -> float:
         """Begin a turn: read the time, which is `now` until the next turn."""
         self.now = now = self.read()
+        self.rests_since_s = math.inf
         return now

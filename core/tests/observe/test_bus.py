@@ -309,16 +309,19 @@ def test_objects_of_several_namespaces_are_an_event_each() -> None:
 
 
 class BusyLoop(Clock):
-    """The clock of a loop that is always in a turn that has just begun, until `idle`."""
+    """The clock of a loop that is in one long turn until `rest`."""
 
     def __init__(self) -> None:
         self.looks = 0
-        self.idle = False
         super().__init__(self._look)
+        self.turn()
+
+    def rest(self) -> None:
+        self.rests_since_s = 0.0
 
     def _look(self) -> float:
         self.looks += 1
-        return 1e6 if self.idle else 0.0
+        return 1e6
 
 
 def test_subscribers_are_told_once_the_loop_has_nothing_to_do(
@@ -329,14 +332,18 @@ def test_subscribers_are_told_once_the_loop_has_nothing_to_do(
     emit(make(clock=loop, one=heard), 1, 2)
     until(lambda: loop.looks > 3)
     assert not heard.inside.is_set()
-    loop.idle = True
+    loop.rest()
     until(lambda: heard.numbers == [1, 2])
 
 
-def test_no_event_waits_long_for_a_loop_that_never_rests(make: Callable[..., EventBus]) -> None:
-    heard = Heard()
-    emit(make(clock=BusyLoop(), one=heard), 1)
+def test_no_event_waits_long_for_a_loop_that_never_rests(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "EVENT_PATIENCE_S", 0.1)
+    heard, loop = Heard(), BusyLoop()
+    emit(make(clock=loop, one=heard), 1)
     until(lambda: heard.numbers == [1])
+    assert loop.looks > 1
 
 
 @pytest.mark.parametrize("objects", [0, EVENT_BUS_OBJECTS_MAX // 2])

@@ -29,6 +29,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.testing import EventSubscriberContract
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 LAYOUT = Layout("uint8", (4096,))
@@ -136,7 +137,8 @@ def subscribed(client: Client, router: Router) -> None:
         number += 1
         assert number < 1000
     client.clear(SPACE)
-    time.sleep(0.1)
+    until(lambda: client.status()["events"]["queue"] == 0)
+    time.sleep(0.1)  # for the publisher's thread
     while router.sub.poll(100):
         router.sub.recv_multipart()
 

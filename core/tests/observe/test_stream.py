@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -80,6 +82,16 @@ def leases(count: int, first: int = 0) -> list[CacheEvent]:
     return [LeaseTimedOut(at_s=1.0, session=1, lease=number, kind="read") for number in range(first, first + count)]
 
 
+def sockets() -> set[int]:
+    """The sockets of this process, by descriptor."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if path.readlink().name.startswith("socket:"):
+                found.add(int(path.name))
+    return found
+
+
 def test_everyone_who_reads_hears_everything_in_order(stream: EventStream, connect: Callable[[], Reader]) -> None:
     readers = [connect(), connect()]
     stream.hear(leases(1000))
@@ -118,18 +130,46 @@ def test_a_reader_that_is_gone_makes_room_for_another(stream: EventStream, conne
     assert [event["lease"] for event in late.packet()] == [7]
 
 
+def test_a_reader_that_only_stops_reading_makes_room_for_another(
+    stream: EventStream, connect: Callable[[], Reader]
+) -> None:
+    for reader in [connect() for _ in range(3)]:
+        reader.sock.shutdown(socket.SHUT_RD)
+    stream.hear(leases(1))
+    late = connect()
+    stream.hear(leases(1, 7))
+    assert [event["lease"] for event in late.packet()] == [7]
+
+
+def test_an_ended_reader_is_forgotten_also_while_a_child_has_its_socket(
+    stream: EventStream, connect: Callable[[], Reader]
+) -> None:
+    gc.collect()
+    before = sockets()
+    ended = connect()
+    until(lambda: len(sockets() - before) == 2)
+    (mine,) = sockets() - before - {ended.sock.fileno()}
+    duplicate = os.dup(mine)  # as a child has it between fork and exec
+    try:
+        ended.sock.close()
+        until(lambda: mine not in sockets())
+        late = connect()  # its number is likely to be taken again
+        stream.hear(leases(1, 7))
+        assert [event["lease"] for event in late.packet()] == [7]
+    finally:
+        os.close(duplicate)
+
+
 def test_readers_that_come_and_go_while_nothing_happens_keep_nobody_out(
     stream: EventStream, connect: Callable[[], Reader]
 ) -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = descriptors()
+    gc.collect()
+    before = sockets()
     for _ in range(200):  # more than may wait to be accepted
         gone = connect()
-        until(lambda: descriptors() == before + 2)  # both ends
+        until(lambda: len(sockets() - before) == 2)  # both ends
         gone.sock.close()
-        until(lambda: descriptors() == before)
+        until(lambda: not sockets() - before)
     reader = connect()
     stream.hear(leases(1))
     assert reader.packet()

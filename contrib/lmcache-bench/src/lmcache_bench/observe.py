@@ -45,11 +45,12 @@ class Effort(NamedTuple):
     rounds: int
     noops: int  # per round
     stores: int
-    more_stores: int  # once, without a pause: longer than events wait for one
+    more_stores: int  # without a pause: longer than events wait for one
+    long_turns: int  # in which those are taken
 
 
-FULL = Effort(rounds=20, noops=2000, stores=60, more_stores=3000)
-QUICK = Effort(rounds=4, noops=500, stores=20, more_stores=100)
+FULL = Effort(rounds=20, noops=2000, stores=60, more_stores=1000, long_turns=4)
+QUICK = Effort(rounds=4, noops=500, stores=20, more_stores=100, long_turns=1)
 
 
 class ObservedServer(ServerProcess):
@@ -101,8 +102,9 @@ def run(options: Namespace, bench: Bench) -> None:
                     found = measure(clients[which])
                     if counts:
                         times.setdefault((what, which), []).extend(found)
-        for which, client in clients.items():
-            times["stores", which] = _times_us(partial(_store, client), effort.more_stores)
+        for _ in range(effort.long_turns):
+            for which, client in clients.items():
+                times.setdefault(("stores", which), []).extend(_times_us(partial(_store, client), effort.more_stores))
         told = clients["on"].status()
     if not told["tracing"]["exported"] or not told["recording"]["operations"] or not told["events"]["emitted"]:
         raise PoolError(f"the server has sent no events or spans, so nothing was measured: {told['tracing']}")

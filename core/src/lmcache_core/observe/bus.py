@@ -42,6 +42,7 @@ class _Happened(NamedTuple):
     arguments: tuple[Any, ...]
     more: Mapping[str, Any]
     objects: int
+    queued_at_s: float  # monotonic
 
 
 class _Heard:
@@ -122,7 +123,7 @@ class EventBus:
             return
         if self._untold:
             self._tell_missed()
-        self._queue.append(_Happened(self._now(), make, arguments, more, keeps))
+        self._queue.append(_Happened(self._now(), make, arguments, more, keeps, time.monotonic()))
         self._objects_in += keeps
         self.emitted += 1
         if not self._awake:
@@ -145,7 +146,7 @@ class EventBus:
 
     def _tell_missed(self) -> None:
         """In order: after everything queued before, and before everything queued from now on."""
-        self._queue.append(_Happened(self._now(), one, (EventsMissed,), {"events": self._untold}, 0))
+        self._queue.append(_Happened(self._now(), one, (EventsMissed,), {"events": self._untold}, 0, time.monotonic()))
         self._untold = 0
 
     def close(self) -> None:
@@ -204,8 +205,8 @@ class EventBus:
             self._queue
             and len(self._queue) < self.queue_size // 2
             and self._objects_in - self._objects_out < EVENT_BUS_OBJECTS_MAX // 2
-            and self._now() - self._queue[0].at_s < EVENT_PATIENCE_S
-            and self._clock.read() - self._clock.now < EVENT_QUIET_S
+            and time.monotonic() - self._queue[0].queued_at_s < EVENT_PATIENCE_S
+            and self._clock.read() - self._clock.rests_since_s < EVENT_QUIET_S
         ):
             if self._stopping.wait(EVENT_BATCH_S):
                 break

@@ -52,16 +52,18 @@ class EventStream(EventSubscriber):
         self._stopping = threading.Event()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._epoll = select.epoll()
+        self._inode = 0
+        self._thread = threading.Thread(target=self._run, name="lmcache-event-stream", daemon=True)
         try:
             self._inode = _listen(self._sock, self._path)
-            self._epoll = select.epoll()
+            self._epoll.register(self._sock, select.EPOLLIN)
+            self._thread.start()
         except BaseException:
-            self._sock.close()
+            self._close_sockets()
+            self._unlink()
             raise
-        self._epoll.register(self._sock, select.EPOLLIN)
         forget_in_child(self)
-        self._thread = threading.Thread(target=self._run, name="lmcache-event-stream", daemon=True)
-        self._thread.start()
 
     def after_fork_in_child(self) -> None:
         """Otherwise readers would wait for a child that sends nothing."""
@@ -72,8 +74,9 @@ class EventStream(EventSubscriber):
         with self._lock:  # nothing here waits for a reader
             self._tend()  # whoever connected before these events is told of them
             packets = list(_packets(events)) if self._readers else []
-            for reader in self._readers.values():
-                reader.tell(packets)
+            for fd, reader in list(self._readers.items()):
+                if not reader.tell(packets):
+                    self._remove(fd)
 
     def close(self) -> None:
         if self._sock.fileno() < 0:
@@ -82,6 +85,10 @@ class EventStream(EventSubscriber):
         self._sock.shutdown(socket.SHUT_RDWR)  # the thread wakes up
         self._thread.join()
         self._close_sockets()
+        self._unlink()
+
+    def _unlink(self) -> None:
+        """Remove our own socket's name; another server may have replaced it."""
         try:
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
@@ -115,13 +122,21 @@ class EventStream(EventSubscriber):
             if len(self._readers) >= self._readers_max:
                 sock.close()
                 continue
+            try:
+                self._epoll.register(sock, 0)
+            except OSError:
+                sock.close()
+                return False
             self._readers[sock.fileno()] = _Reader(sock)
-            self._epoll.register(sock, 0)
 
     def _remove_gone(self) -> None:
         for fd, _ in self._epoll.poll(0):
             if fd in self._readers:  # watched for nothing but its end
-                self._readers.pop(fd).close()
+                self._remove(fd)
+
+    def _remove(self, fd: int) -> None:
+        self._epoll.unregister(fd)  # closing is not enough while a child has a duplicate
+        self._readers.pop(fd).close()
 
     def _close_sockets(self) -> None:
         self._epoll.close()
@@ -144,11 +159,15 @@ class _Reader:
         self._sock = sock
         self._missed = 0
 
-    def tell(self, packets: Sequence[_Packet]) -> None:
-        """Nothing happens if the reader is gone: its end is seen elsewhere."""
-        for packet in packets:
-            if not (self._owes_nothing() and self._send(packet.data)):
-                self._missed += packet.events
+    def tell(self, packets: Sequence[_Packet]) -> bool:
+        """Returns False if the reader is gone."""
+        try:
+            for packet in packets:
+                if not (self._owes_nothing() and self._send(packet.data)):
+                    self._missed += packet.events
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self._sock.close()
@@ -160,10 +179,10 @@ class _Reader:
         return not self._missed
 
     def _send(self, data: bytes) -> bool:
-        """Send one whole packet; False: there is no room for it, or nobody reads any more."""
+        """Send one whole packet; False: there is no room for it."""
         try:
             self._sock.send(data, socket.MSG_NOSIGNAL)
-        except OSError:
+        except BlockingIOError:
             return False
         return True
 

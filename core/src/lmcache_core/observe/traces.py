@@ -164,17 +164,23 @@ def is_recording(path: Path) -> bool:
 
 def read_recording(path: Path) -> tuple[TraceHeader, Iterator[Operation]]:
     """A recording's header, and its operations in the order of their answers. Raises `UsageError` for other files."""
-    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    files = sorted(filter(_begun, path.glob(f"*{SUFFIX}"))) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"{path} is not a recording: it has no file *{SUFFIX}")
+        raise UsageError(f"{path} is not a recording: it has no file *{SUFFIX} with anything in it")
     header, _ = _open(files[0])
     return header, _operations(files)
 
 
+def _begun(path: Path) -> bool:
+    """Whether it has its header: a kill may have come before that."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False  # it made room for another meanwhile
+
+
 def _operations(files: Iterable[Path]) -> Iterator[Operation]:
     for path in files:
-        if not path.stat().st_size:
-            continue  # a kill came between its beginning and its header
         _, at = _open(path)
         with path.open("rb") as file:
             file.seek(at)

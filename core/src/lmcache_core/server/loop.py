@@ -123,7 +123,7 @@ class Loop:
                 self._failed()
                 next_tick = clock.now + HOUSEKEEPING_S  # what fails at once would fail again at once
             # From this moment, not from the turn's beginning: the wait would be too long by the length of the turn.
-            ended_at_s = clock.read()
+            clock.rests_since_s = ended_at_s = clock.read()
             if ended_at_s - clock.now > self.longest_turn_s:
                 self.longest_turn_s = ended_at_s - clock.now
             timeout = -1.0 if next_tick is None else max(0.0, next_tick - ended_at_s)

@@ -143,7 +143,7 @@ class Tracing:
         if not store.open:
             self._store_ended(self._stores.pop(reply.lease))
 
-    def settled(self, lease: int, positions: Sequence[int], outcomes: Sequence[int]) -> None:
+    def settled(self, lease: int, positions: Sequence[int], outcomes: bytes | bytearray) -> None:
         """Positions of a lease were committed, or aborted."""
         store = self._stores.get(lease)
         if store is None:
@@ -262,7 +262,7 @@ class Tracing:
         }
 
 
-def _equal(wanted: int, values: Sequence[int], positions: Sequence[int]) -> list[int]:
+def _equal(wanted: int, values: bytes | bytearray, positions: Sequence[int]) -> list[int]:
     """The positions whose value is the wanted one. It runs for each key of a store, on the loop."""
     return list(compress(positions, map(wanted.__eq__, values)))
 
