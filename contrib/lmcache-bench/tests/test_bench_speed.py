@@ -41,7 +41,9 @@ def bench(tmp_path: Path, *words: str) -> dict[str, dict[str, Any]]:
     found = json.loads(run.stdout)
     assert set(found) == {"bench", "machine", "results"}
     assert found["bench"] == words[0]
-    assert all(set(result) == FIELDS and result["value"] > 0 for result in found["results"])
+    assert all(set(result) == FIELDS for result in found["results"])
+    # A server that was not asked for anything may have had no processor time at all.
+    assert all(result["value"] > 0 or "server cpu" in result["name"] for result in found["results"])
     return {result["name"]: result for result in found["results"]}
 
 
