@@ -87,7 +87,7 @@ def test_a_package_of_each_kind_and_each_tutorials_is_green_at_once(tmp_path: Pa
     where = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     listed = subprocess.run(
         [sys.executable, "-m", "lmcache_core.cli.main", "plugins"],
-        env=where,
+        env={**where, "COLUMNS": "300"},  # no name is broken
         capture_output=True,
         text=True,
         check=True,
