@@ -7,6 +7,7 @@ restart.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def _fault(chance: random.Random, adapter: Any) -> None:
     elif kind == "hang" and method not in adapter.gates:
         adapter.hang(method)
     elif kind == "corrupt" and names:
-        adapter.corrupt(chance.choice(names))
+        with suppress(KeyError):  # a lane may have deleted it meanwhile
+            adapter.corrupt(chance.choice(names))
     elif kind == "lose" and names:
         adapter.objects.pop(chance.choice(names), None)
     elif kind == "swap" and len(names) > 1:

@@ -53,6 +53,7 @@ class _Heard:
         self.events = 0
         self.missed = 0  # events that it missed while it was put aside,
         self.untold = 0  # and how many of those it has not been told about
+        self.closed = False
         self.aside = ""  # why it was put aside; empty if it was not
         self.again_at_s = math.inf  # when it is tried again, on the monotonic clock
         self._pause_s = SUBSCRIBER_RETRY_S
@@ -62,9 +63,9 @@ class _Heard:
         return bool(self.aside) and time.monotonic() < self.again_at_s
 
     def miss(self, events: Sequence[CacheEvent]) -> None:
-        self.missed += len(events)
-        # Events dropped by a full bus are missed by subscribers that were put aside, too.
-        self.untold += sum(event.events if isinstance(event, EventsMissed) else 1 for event in events)
+        dropped = [event.events for event in events if isinstance(event, EventsMissed)]  # by a full bus: `dropped`
+        self.missed += len(events) - len(dropped)
+        self.untold += len(events) - len(dropped) + sum(dropped)
 
     def put_aside(self, why: str, *, may_recover: bool) -> None:
         self.aside, self.again_at_s = why, math.inf
@@ -74,6 +75,14 @@ class _Heard:
 
     def recover(self) -> None:
         self.aside, self.untold, self._pause_s = "", 0, SUBSCRIBER_RETRY_S
+
+
+class _Call(NamedTuple):
+    """Of one subscriber, which has not come back yet."""
+
+    name: str
+    events: Sequence[CacheEvent]
+    since_s: float  # monotonic
 
 
 class EventBus:
@@ -106,7 +115,7 @@ class EventBus:
         self._stopping = threading.Event()
         self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # for subscribers without the current batch
         self._lock = threading.Lock()  # guards the next two, briefly
-        self._busy: tuple[str, float] | None = None  # the subscriber being called, and since when
+        self._busy: _Call | None = None
         self._turn = 0  # changes when a thread is abandoned with its subscriber
         self._thread = self._start()
 
@@ -135,13 +144,18 @@ class EventBus:
         if self._untold and len(self._queue) < self.queue_size:
             self._tell_missed()
             self._wake.set()
+        self._leave(SUBSCRIBER_HANG_S)
+
+    def _leave(self, hang_s: float) -> None:
+        """If a subscriber has not come back for so long: put it aside, and go on with the others in another thread."""
         with self._lock:
-            busy = self._busy
-            if busy is None or time.monotonic() - busy[1] <= SUBSCRIBER_HANG_S:
+            call = self._busy
+            if call is None or time.monotonic() - call.since_s <= hang_s:
                 return
             self._turn += 1  # its thread closes the subscriber and ends when it returns
             self._busy = None
-        self._put_aside(busy[0], f"it did not return within {SUBSCRIBER_HANG_S:g} s", may_recover=False)
+        self._heard[call.name].miss(call.events)
+        self._put_aside(call.name, f"it did not return within {hang_s:g} s", may_recover=False)
         self._thread = self._start()
 
     def _tell_missed(self) -> None:
@@ -150,15 +164,17 @@ class EventBus:
         self._untold = 0
 
     def close(self) -> None:
-        """Deliver the rest and close the subscribers; waits only briefly for one that hangs."""
+        """Deliver the rest and close the subscribers; waits only briefly for each one that hangs."""
         self._stopping.set()
-        self._wake.set()
-        self._thread.join(EVENTS_CLOSE_S)
-        if self._thread.is_alive():
-            with self._lock:
-                self._turn += 1
-                name = self._busy[0] if self._busy is not None else "none"
-            log.warning("not all events were delivered at shutdown: the subscriber %s did not return", name)
+        for _ in range(len(self._heard) + 1):
+            self._wake.set()
+            self._thread.join(EVENTS_CLOSE_S)
+            if not self._thread.is_alive():
+                return
+            self._leave(EVENTS_CLOSE_S / 2)
+        with self._lock:
+            self._turn += 1
+        log.warning("not all events were delivered at shutdown: the subscribers took too long")
 
     def status(self) -> dict[str, Any]:
         """For `status`."""
@@ -236,7 +252,7 @@ class EventBus:
                 heard.miss(batch)
                 continue
             told = [EventsMissed(at_s=self._now(), events=heard.untold), *batch] if heard.untold else batch
-            if not self._begins(turn, name):
+            if not self._begins(turn, name, batch):
                 return False
             failure: BaseException | None = None
             try:
@@ -256,11 +272,11 @@ class EventBus:
                 heard.recover()
         return True
 
-    def _begins(self, turn: int, name: str) -> bool:
+    def _begins(self, turn: int, name: str, events: Sequence[CacheEvent] = ()) -> bool:
         """This thread is about to call a subscriber. False: the bus was closed, and no longer waits for it."""
         with self._lock:
             if self._turn == turn:
-                self._busy = (name, time.monotonic())
+                self._busy = _Call(name, events, time.monotonic())
             return self._turn == turn
 
     def _comes_back(self, turn: int) -> bool:
@@ -287,7 +303,7 @@ class EventBus:
 
     def _close_all(self, turn: int) -> None:
         for name, each in self._heard.items():
-            if each.aside and each.again_at_s == math.inf:
+            if each.closed or (each.aside and each.again_at_s == math.inf):
                 continue
             if not self._begins(turn, name):
                 return
@@ -296,8 +312,10 @@ class EventBus:
                 return
 
     def _close_one(self, name: str) -> None:
+        heard = self._heard[name]
+        heard.closed = True
         try:
-            self._heard[name].subscriber.close()
+            heard.subscriber.close()
         except BaseException:
             log.exception("the event subscriber %s failed while closing", name)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import zmq
 from pydantic import Field, field_validator
 
-from lmcache_core.errors import SettingsError
+from lmcache_core.errors import CacheError, SettingsError
 from lmcache_core.limits import KV_EVENT_BATCH_HASHES, KV_EVENTS_PENDING_MAX
 from lmcache_core.observe.events import (
     BlocksReported,
@@ -298,6 +298,9 @@ class _Publisher:
         self.last_seq = -1
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # guards the next two and the use of `_wake`, briefly
+        self._ended = False  # the thread, which has closed `_wake`
+        self._failure: Exception | None = None
         self._stopping = False
         try:
             self._pub = self._bound(zmq.PUB, settings.endpoint)
@@ -324,19 +327,25 @@ class _Publisher:
         return sock
 
     def publish(self, at_s: float, events: list[KvEvent]) -> None:
-        """Queue one batch for the thread; never waits."""
+        """Queue one batch for the thread; never waits. Raises an error once the thread has failed."""
+        if self._failure is not None:
+            raise CacheError(f"nothing is published any more: {self._failure}") from self._failure
         self.last_seq += 1
         settings = self._settings
         self._queue.append((self.last_seq, encode_batch(at_s, events, settings.dp_rank, settings.format)))
-        if not self._stopping:
-            os.eventfd_write(self._wake, 1)
+        self._wake_up()
 
     def close(self) -> None:
         """Publish the rest; waits only briefly."""
         if not self._stopping:
             self._stopping = True
-            os.eventfd_write(self._wake, 1)
+            self._wake_up()
             self._thread.join(_CLOSE_S)
+
+    def _wake_up(self) -> None:
+        with self._lock:
+            if not self._ended:
+                os.eventfd_write(self._wake, 1)
 
     def forget(self) -> None:
         """In a child: the thread does not exist here, and closing would end the parent's connections."""
@@ -356,12 +365,15 @@ class _Publisher:
                         os.eventfd_read(self._wake)
                 self._publish_all()
                 if self._router is not None:
-                    self._answer_all(self._router)
-        except Exception:
-            log.exception("KV events have stopped: routers get no more of them, and `status` does not show this")
+                    self._answer_one(self._router)
+        except Exception as error:
+            log.exception("KV events have stopped: routers get no more of them")
+            self._failure = error
         finally:
+            with self._lock:
+                self._ended = True
+                os.close(self._wake)
             self._context.destroy(linger=int(1e3 * _CLOSE_S))
-            os.close(self._wake)
 
     def _publish_all(self) -> None:
         while self._queue:
@@ -369,14 +381,16 @@ class _Publisher:
             self._kept.append((seq, payload))
             self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload), zmq.DONTWAIT)
 
-    def _answer_all(self, router: zmq.Socket[bytes]) -> None:
-        while int(router.get(zmq.EVENTS)) & zmq.POLLIN:
-            frames = router.recv_multipart(zmq.DONTWAIT)
-            if len(frames) != 3 or frames[1] or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
-                continue  # not one of our requests: its sender expects nothing that we could answer
-            for seq, payload in self._asked_for(frames[2]):
-                self._answer(router, frames[0], self._topic, seq.to_bytes(8, "big", signed=seq < 0), payload)
-            self._answer(router, frames[0], b"", END_SEQ, b"")
+    def _answer_one(self, router: zmq.Socket[bytes]) -> None:
+        """Not all that wait: what is new is published before the next answer."""
+        if not int(router.get(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        frames = router.recv_multipart(zmq.DONTWAIT)
+        if len(frames) != 3 or frames[1] or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
+            return  # not one of our requests: its sender expects nothing that we could answer
+        for seq, payload in self._asked_for(frames[2]):
+            self._answer(router, frames[0], self._topic, seq.to_bytes(8, "big", signed=seq < 0), payload)
+        self._answer(router, frames[0], b"", END_SEQ, b"")
 
     def _asked_for(self, what: bytes) -> Iterator[tuple[int, bytes]]:
         if what != SNAPSHOT:
