@@ -21,7 +21,7 @@ def shape(kind: type[Any]) -> dict[str, Any]:
 
 
 def without_words(part: Any) -> Any:
-    """The same without docstrings, and without the number of fields that have no default, which releases of msgspec count
+    """The same without docstrings, and without how many fields have no default, which releases of msgspec count
     differently: each field says itself whether it has one."""
     if isinstance(part, dict):
         left_out = {"description", "minItems"}
