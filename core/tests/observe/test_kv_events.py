@@ -19,10 +19,11 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.engine_blocks import EngineBlocks
 from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.observe import kv_events
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import BlocksReported, CacheEvent, EventsMissed, ObjectsAdmitted, of_objects, one
 from lmcache_core.observe.files import plain
-from lmcache_core.observe.kv_events import SNAPSHOT, KvEvents, KvEventsSettings, _Publisher, offset_endpoint
+from lmcache_core.observe.kv_events import SNAPSHOT, KvEvents, KvEventsSettings, offset_endpoint
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
@@ -292,50 +293,59 @@ def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
     router.close()
 
 
-def test_what_is_new_is_published_between_two_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def while_answering(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Something happens while the publisher's thread makes the answer to a snapshot."""
+    encode = kv_events.encode_batch
+
+    def encoding(*arguments: Any) -> bytes:
+        if threading.current_thread().name == "lmcache-kv-events":
+            happens()
+        return encode(*arguments)
+
+    monkeypatch.setattr(kv_events, "encode_batch", encoding)
+
+
+def test_what_is_new_is_published_between_two_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = KvEvents(KvEventsSettings.model_validate(settings_of(tmp_path)), SubscriberContext("n", tmp_path))
     router = Router(tmp_path)
-    asked_for, begun = _Publisher._asked_for, threading.Event()
-    others = threading.Event()
+    asked, told = threading.Event(), threading.Event()
 
-    def slowly(publisher: _Publisher, what: bytes) -> Iterator[tuple[int, bytes]]:
-        begun.set()
-        assert others.wait(60)  # more requests have come, and something has happened
-        return asked_for(publisher, what)
+    def something_new() -> None:
+        asked.set()
+        assert told.wait(60)
 
-    monkeypatch.setattr(_Publisher, "_asked_for", slowly)
-    for _ in range(3):
-        router.dealer.send_multipart([b"", bytes(8)])
-    assert begun.wait(60)
     kv.hear([EventsMissed(at_s=1.0, events=3)])
-    others.set()
-    answers: list[int] = []
+    assert len(router.ask(bytes(8))) == 1
+    while_answering(monkeypatch, something_new)
+    for what in (SNAPSHOT, bytes(8), bytes(8)):
+        router.dealer.send_multipart([b"", what])
+    assert asked.wait(60)
+    kv.hear([EventsMissed(at_s=1.0, events=3)])
+    told.set()
+    answers = []
     for _ in range(3):
-        count = 0
+        answers.append(0)
         while router.dealer.poll(WAIT_MS) and router.dealer.recv_multipart()[2] != END:
-            count += 1
-        answers.append(count)
+            answers[-1] += 1
     kv.close()
     router.close()
-    assert answers == [0, 1, 1]
+    assert answers == [1, 2, 2]
 
 
-def test_a_publisher_that_has_failed_is_put_aside_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_publisher_that_has_failed_is_put_aside_and_status_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv = KvEvents(KvEventsSettings.model_validate(settings_of(tmp_path)), SubscriberContext("n", tmp_path))
     bus = EventBus({"kv_events": kv}, 10, Clock())
     router = Router(tmp_path)
 
-    def fails(publisher: _Publisher, what: bytes) -> Iterator[tuple[int, bytes]]:
+    def fail() -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(_Publisher, "_asked_for", fails)
-    router.dealer.send_multipart([b"", bytes(8)])
-    until(lambda: "KV events have stopped" in caplog.text)
-    kv._publisher._thread.join(60)
-    bus.emit(one, EventsMissed, events=1)
-    until(lambda: "Too many open files" in bus.status()["subscribers"]["kv_events"]["aside"])
+    while_answering(monkeypatch, fail)
+    router.dealer.send_multipart([b"", SNAPSHOT])
+    until(lambda: bus.emit(one, EventsMissed, events=1) or bus.status()["subscribers"]["kv_events"]["aside"])
+    assert "Too many open files" in bus.status()["subscribers"]["kv_events"]["aside"]
     bus.close()
     router.close()
 
