@@ -182,10 +182,16 @@ def test_what_a_kill_leaves_can_be_read(tmp_path: Path) -> None:
     path = next((tmp_path / "trace").iterdir())
     whole = list(read_recording(path)[1])
     assert len(whole) >= 5
-    path.write_bytes(path.read_bytes()[:-7])
+    there = path.read_bytes()
+    path.write_bytes(there[:-7])
     assert list(read_recording(path)[1]) == whole[:-1]
     path.with_name("000001.lmctrace").touch()  # the next file had just been created
     assert list(read_recording(path.parent)[1]) == whole[:-1]
+    path.write_bytes(there + bytes(4096))  # a power failure leaves zeros
+    assert list(read_recording(path.parent)[1]) == whole
+    path.write_bytes(there + b"\xff" * 100)
+    with pytest.raises(UsageError, match="is damaged at byte"):
+        list(read_recording(path.parent)[1])
 
 
 def test_workers_are_as_many_as_were_recorded_and_go_at_their_speed(serve: Callable[..., Any], tmp_path: Path) -> None:

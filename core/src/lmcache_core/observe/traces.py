@@ -186,9 +186,11 @@ def _operations(files: Iterable[Path]) -> Iterator[Operation]:
             file.seek(at)
             while len(size := file.read(4)) == 4:
                 nbytes = int.from_bytes(size, "little")
-                record = file.read(nbytes) if nbytes <= TRACE_RECORD_BYTES_MAX else b""
+                if nbytes > TRACE_RECORD_BYTES_MAX:
+                    raise UsageError(f"{path} is damaged at byte {file.tell() - 4:,}: no record has {nbytes:,} bytes")
+                record = file.read(nbytes)
                 if len(record) < nbytes or not nbytes:
-                    break  # cut off by a kill
+                    break  # cut off by a kill, or zeros after a power failure
                 try:
                     yield msgspec.msgpack.decode(record, type=Operation)
                 except msgspec.MsgspecError as error:
