@@ -186,7 +186,7 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session
 def badges(session: nox.Session) -> None:
-    """README's badges, of what is measured here: core's tests, what they cover, the kit's card of our adapters."""
+    """README's badges, of what is measured here: core's tests, what the tests cover, the kit's card of our adapters."""
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     tools = (*TEST_TOOLS, *sorted(needs), "coverage>=7.6")
     install(session, *installable(), extras="[cli,torch,testing]", tools=tools, native="require")
@@ -195,11 +195,15 @@ def badges(session: nox.Session) -> None:
     counted = {"COVERAGE_FILE": str(results / "coverage")}
     junit, covered, card = (str(results / name) for name in ("tests.xml", "coverage.json", "adapters.json"))
     pytest = ["pytest", "-q", "--timeout=300", "-p", "no:cacheprovider"]
-    chosen = ["-m", "not slow", f"--junitxml={junit}", "core/tests", f"--ignore={CORE / NATIVE[0]}"]
-    session.run("coverage", "run", "-m", *pytest, *chosen, *session.posargs, env=counted)
+    adapters = "tests/conformance/test_adapters.py"
+    for chosen in (
+        [f"--junitxml={junit}", "core/tests", f"--ignore={CORE / NATIVE[0]}", *session.posargs],
+        ["tests/integration", "tests/conformance", f"--ignore={adapters}"],
+        [f"--kit-card={card}", adapters],
+    ):
+        session.run("coverage", "run", "-m", *pytest, "-m", "not slow", *chosen, env=counted)
     session.run("coverage", "combine", "-q", env=counted)
     session.run("coverage", "json", "-q", "-o", covered, env=counted)
-    session.run("python", "-m", *pytest, f"--kit-card={card}", "tests/conformance/test_adapters.py")
     session.run("python", "tools/pictures.py", "badges", junit, covered, card)
 
 
