@@ -239,10 +239,30 @@ def test_one_that_may_recover_is_left_alone_in_its_pause_and_ended_with_the_othe
     emit(bus, 1)
     until(lambda: good.numbers == [1])
     full.error = None
-    emit(bus, 2, 3)
+    emit(bus, 2)
+    until(lambda: good.numbers == [1, 2])
+    assert not full.events
+    emit(bus, 3)
     bus.close()
-    assert (full.numbers, full.closed) == ([], 1)
-    assert bus.status()["subscribers"]["full"]["missed"] == 3
+    assert full.missed[0] + len(full.numbers) == 3, "it is told before it is closed"
+    assert full.closed == 1
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_without_words_ends_its_subscriber_alone(make: Callable[..., EventBus]) -> None:
+    bad, good = Heard(), Heard()
+    bad.error = Unspeakable()
+    bus = make(bad=bad, good=good)
+    emit(bus, 1)
+    until(lambda: good.numbers == [1])
+    emit(bus, 2)
+    bus.close()
+    assert good.numbers == [1, 2]
+    assert "Unspeakable" in bus.status()["subscribers"]["bad"]["aside"]
 
 
 def test_one_that_hangs_is_put_aside_and_the_others_hear_the_same_batch(

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import pytest
 
-from lmcache_core.observe.events import CacheEvent, LeaseTimedOut, ObjectsAdmitted, TierStateChanged
-from lmcache_core.observe.stream import KEYS_MAX, PACKET_BYTES_MAX, EventStream, StreamSettings
+from lmcache_core.observe.events import BlocksReported, CacheEvent, LeaseTimedOut, ObjectsAdmitted, TierStateChanged
+from lmcache_core.observe.stream import ITEMS_MAX, PACKET_BYTES_MAX, EventStream, StreamSettings
 from lmcache_core.observe.subscriber import SubscriberContext
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
@@ -185,9 +185,24 @@ def test_the_largest_event_fits_into_a_packet_and_says_what_it_leaves_out(
     stream.hear([*small, ObjectsAdmitted(at_s=1.0, namespace=7, keys=keys, nbytes=1), trouble])
     heard = reader.all_there_is()
     assert len(heard) == len(small) + 2
-    assert len(heard[-2]["keys"]) == KEYS_MAX
-    assert heard[-2]["more_keys"] == 20_000 - KEYS_MAX
+    assert len(heard[-2]["keys"]) == ITEMS_MAX
+    assert heard[-2]["more_keys"] == 20_000 - ITEMS_MAX
     assert set(heard[-1]["error"]) == {"é"}
+
+
+def test_an_event_with_several_long_lists_fits_into_a_packet_too(
+    stream: EventStream, connect: Callable[[], Reader]
+) -> None:
+    reader = connect()
+    keys, hashes = ([bytes([each]) * 32 for _ in range(1_500)] for each in (1, 2))
+    reported = BlocksReported(
+        at_s=1.0, namespace=7, keys=keys, hashes=hashes, parent=None, media=bytes(1_500), block_size=16, lora_id=None,
+        lora_name=None, group=None, token_ids=[],
+    )  # fmt: skip
+    stream.hear([*leases(350), reported])
+    heard = reader.all_there_is()[-1]
+    for name in ("keys", "hashes", "media"):
+        assert len(heard[name]) + heard[f"more_{name}"] == 1_500
 
 
 def test_only_its_user_can_connect_and_a_leftover_is_replaced(tmp_path: Path) -> None:

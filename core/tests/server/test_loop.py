@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
+import socket
 import threading
 from pathlib import Path
 
@@ -170,6 +172,56 @@ def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it
 def descriptors() -> set[int]:
     """What this process has open, but for the listing itself."""
     return {int(each.name) for each in list(Path("/proc/self/fd").iterdir()) if each.is_symlink()}
+
+
+def test_a_connection_that_can_neither_be_accepted_nor_turned_away_waits_and_does_not_turn_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(Clock())
+    listener = LifelineListener(tmp_path, loop, Access.OWNER, ())
+    accepted: list[socket.socket] = []
+    listener.serve(accepted.append)
+    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    close, taken, turns, sweeps = os.close, [], 0, 0
+
+    def close_and_lose(fd: int) -> None:  # another thread takes the number at once
+        close(fd)
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    def tick() -> float:
+        nonlocal turns, sweeps
+        turns += 1
+        if loop.clock.now >= tick_at[0]:
+            sweeps += 1
+            tick_at[0] = loop.clock.now + 0.02
+            if sweeps == 10:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                listener.resume()
+            if len(accepted) == 2:
+                loop.stop()
+        return tick_at[0]
+
+    tick_at = [0.0]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    close(free)  # the next number: all below it are taken
+    monkeypatch.setattr("lmcache_core.server.lifeline.os.close", close_and_lose)
+    try:
+        for client in clients:
+            client.connect(str(listener.path))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        loop.run(tick)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        monkeypatch.undo()
+    assert len(accepted) == 2
+    assert turns < 50, "most of them for the sweeps"
+    for each in (*accepted, *clients):
+        each.close()
+    for number in taken:
+        close(number)
+    listener.close()
+    loop.close()
 
 
 def test_a_child_forked_after_a_listener_was_closed_closes_nobody_elses_descriptor(tmp_path: Path) -> None:

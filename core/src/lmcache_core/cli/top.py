@@ -150,10 +150,10 @@ def _event(event: Mapping[str, Any]) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(event["at_s"])) if "at_s" in event else " " * 8
     about = []
     for name, value in event.items():
-        if name in ("event", "at_s", "more_keys") or value in ("", None, {}):
+        if name in ("event", "at_s") or name.startswith("more_") or value in ("", None, {}):
             continue
-        if name == "keys" and isinstance(value, list):
-            about.append(f"{len(value) + event.get('more_keys', 0):,} keys")
+        if isinstance(value, list):
+            about.append(f"{len(value) + event.get(f'more_{name}', 0):,} {name}")
         else:
             about.append(size(value) if name == "nbytes" else f"{name} {value}")
     return plain(f"{at} {event['event']}: {', '.join(about)}")[:_COLUMNS]

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -199,6 +200,8 @@ class EventBus:
     def _run(self, turn: int) -> None:
         while self._turn == turn:
             ended = self._stopping.is_set()  # checked first, so that everything queued before it is delivered
+            if ended:
+                self._end_pauses()
             self._awake = False
             began_s = time.monotonic()
             while self._tell_owed(turn) and self._wait_for_quiet() and self._take():
@@ -213,6 +216,13 @@ class EventBus:
             self._wake.wait()
             self._wake.clear()
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
+
+    def _end_pauses(self) -> None:
+        """There is no later: who may recover is told how many events it missed, and the rest."""
+        for name, each in self._heard.items():
+            if each.aside and each.again_at_s < math.inf:
+                each.again_at_s = 0.0
+                self._owed.append((name, ()))
 
     def _wait_for_quiet(self) -> bool:
         """Leave the interpreter to the loop until that has had nothing to do for `EVENT_QUIET_S`. Not where the queue
@@ -290,7 +300,9 @@ class EventBus:
         heard = self._heard[name]
         if not heard.aside:
             log.error("the event subscriber %s failed", name, exc_info=error)
-        self._put_aside(name, f"{type(error).__name__}: {error}", may_recover=heard.subscriber.may_recover)
+        # Also for errors that cannot say what they are.
+        why = traceback.format_exception_only(error)[-1].strip()
+        self._put_aside(name, why, may_recover=heard.subscriber.may_recover)
         if not heard.subscriber.may_recover:
             self._close_one(name)
 

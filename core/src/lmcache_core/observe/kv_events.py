@@ -13,6 +13,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import zmq
@@ -52,6 +53,8 @@ SNAPSHOT = b"lmcache.snapshot"  # used instead of a sequence number, and longer 
 _CPU, _STORAGE = 1, 2
 _MEDIA = ((_CPU, "CPU"), (_STORAGE, "STORAGE"))
 _CLOSE_S = 1.0
+_REQUESTS_MAX = 100  # of one router, before they are read
+_REQUEST_BYTES_MAX = 1024  # of one frame: a number, or a topic of 256 letters; who sends more is disconnected
 _Key = tuple[int, bytes]
 
 
@@ -130,7 +133,7 @@ class KvEvents(EventSubscriber):
             for event in events:
                 self._take(event, told)
             if told:
-                self._publisher.publish(events[-1].at_s, _merged(told))
+                self._publisher.publish(events[-1].at_s, list(_merged(told)))
 
     def close(self) -> None:
         self._publisher.close()
@@ -243,23 +246,20 @@ class KvEvents(EventSubscriber):
         shape = self._settings.hashes
         return KvBlocksRemoved([as_hash(each, shape) for each in blocks.hashes], dict(_MEDIA)[medium], blocks.group)
 
-    def _snapshot(self) -> tuple[int, list[KvEvent]]:
+    def _snapshot(self) -> tuple[int, Iterator[KvEvent]]:
         """Everything that is stored, and the number of the last batch it includes; -1: none."""
-        with self._lock:
-            there = [
-                self._stored(known.blocks, medium)
-                for known in self._known.values()
-                for medium, _ in _MEDIA
-                if known.media & medium
-            ]
-            return self._publisher.last_seq, _merged(there)
+        with self._lock:  # briefly, also where a million objects are known: `hear` waits for it
+            there = [(known.blocks, known.media) for known in self._known.values()]
+            seq = self._publisher.last_seq
+        return seq, _merged(
+            self._stored(blocks, medium) for blocks, media in there for medium, _ in _MEDIA if media & medium
+        )
 
 
-def _merged(events: Iterable[KvEvent]) -> list[KvEvent]:
+def _merged(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
     """Consecutive runs joined into one event; nothing else changes."""
-    merged: list[KvEvent] = []
+    last: KvEvent | None = None
     for event in events:
-        last = merged[-1] if merged else None
         if isinstance(last, KvBlocksStored) and isinstance(event, KvBlocksStored) and _follows(last, event):
             last.block_hashes += event.block_hashes
             last.token_ids += event.token_ids
@@ -271,8 +271,11 @@ def _merged(events: Iterable[KvEvent]) -> list[KvEvent]:
         ):
             last.block_hashes += event.block_hashes
         else:
-            merged.append(event)
-    return merged
+            if last is not None:
+                yield last
+            last = event
+    if last is not None:
+        yield last
 
 
 def _follows(last: KvBlocksStored, event: KvBlocksStored) -> bool:
@@ -316,7 +319,9 @@ class _Publisher:
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         address = offset_endpoint(endpoint, self._settings.dp_rank)
         sock = self._context.socket(kind)
-        sock.set_hwm(self._settings.batches_kept)
+        sock.sndhwm = self._settings.batches_kept
+        sock.rcvhwm = _REQUESTS_MAX
+        sock.maxmsgsize = _REQUEST_BYTES_MAX
         try:
             sock.bind(address)
         except zmq.ZMQError as error:
@@ -390,17 +395,18 @@ class _Publisher:
             return  # not one of our requests: its sender expects nothing that we could answer
         for seq, payload in self._asked_for(frames[2]):
             self._answer(router, frames[0], self._topic, seq.to_bytes(8, "big", signed=seq < 0), payload)
+            self._publish_all()  # an answer may be long
         self._answer(router, frames[0], b"", END_SEQ, b"")
 
     def _asked_for(self, what: bytes) -> Iterator[tuple[int, bytes]]:
         if what != SNAPSHOT:
             first = int.from_bytes(what, "big")
-            yield from ((seq, payload) for seq, payload in self._kept if seq >= first)
+            yield from [(seq, payload) for seq, payload in self._kept if seq >= first]
             return
         settings = self._settings
         seq, events = self._snapshot()
-        for at in range(0, max(1, len(events)), KV_EVENT_BATCH_HASHES):  # at least one, for the number
-            part = events[at : at + KV_EVENT_BATCH_HASHES]
+        parts = iter(lambda: list(islice(events, KV_EVENT_BATCH_HASHES)), [])
+        for part in chain([next(parts, [])], parts):  # at least one, for the number
             yield seq, encode_batch(0.0, part, settings.dp_rank, settings.format)
 
     @staticmethod

@@ -20,7 +20,7 @@ from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.settings.model import Section
 
-KEYS_MAX = 256  # of one event: its line must fit into a packet
+ITEMS_MAX = 256  # of all lists of an event together: its line must fit into a packet
 PACKET_BYTES = 32 << 10  # a packet is sent once it has this size; its last line adds less than that again
 PACKET_BYTES_MAX = 2 * PACKET_BYTES  # what a reader's buffer must hold
 ACCEPT_RETRY_S = 0.1  # there was no descriptor for a reader
@@ -40,9 +40,10 @@ def stream_path(path: Path | None, state_dir: Path, server: str) -> Path:
 
 
 class EventStream(EventSubscriber):
-    """Packets (SOCK_SEQPACKET) of whole JSON lines, as in an event file; an event has at most 256 keys, and `more_keys`
-    says how many were left out. Nobody waits for a reader: events for which it has no room are lost, and the next line
-    it reads is `{"event": "missed", "events": n}`. Lines are made only while somebody reads."""
+    """Packets (SOCK_SEQPACKET) of whole JSON lines, as in an event file. The lists of an event have at most 256 items
+    together, and `more_keys`, say, is how many keys were left out. Nobody waits for a reader: events for which it has
+    no room are lost, and the next line it reads is `{"event": "missed", "events": n}`. Lines are made only while
+    somebody reads."""
 
     def __init__(self, settings: StreamSettings, context: SubscriberContext) -> None:
         self._path = stream_path(settings.path, context.state_dir, context.server)
@@ -217,9 +218,11 @@ def _packets(events: Sequence[CacheEvent]) -> Iterator[_Packet]:
 
 def _shown(event: CacheEvent) -> dict[str, Any]:
     fields: dict[str, Any] = plain(event)
-    keys = fields.get("keys")
-    if isinstance(keys, list) and len(keys) > KEYS_MAX:
-        fields |= {"keys": keys[:KEYS_MAX], "more_keys": len(keys) - KEYS_MAX}
+    lists = {name: each for name, each in fields.items() if isinstance(each, list)}
+    for name, each in lists.items():
+        most = ITEMS_MAX // len(lists)
+        if len(each) > most:
+            fields |= {name: each[:most], f"more_{name}": len(each) - most}
     return {name: each[:TEXT_CHARS_MAX] if isinstance(each, str) else each for name, each in fields.items()}
 
 

@@ -159,6 +159,7 @@ class LifelineListener:
         self.path = directory / SOCKET_NAME
         self._loop = loop
         self._serves = False
+        self._pauses = False
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._sock.setblocking(False)
         self.path.unlink(missing_ok=True)
@@ -196,12 +197,24 @@ class LifelineListener:
 
     def _turn_away(self) -> None:
         """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. Free the
-        spare descriptor, accept with it and hang up; the client tries again."""
+        spare descriptor, accept with it and hang up; the client tries again. If another thread was quicker to take that
+        descriptor, nobody is accepted before `resume`."""
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
-        with contextlib.suppress(OSError):
+        try:
             self._sock.accept()[0].close()
+        except BlockingIOError:
+            pass  # it hung up
+        except OSError:
+            self._pauses = True
+            self._loop.modify(self._sock.fileno(), 0)
         self._spare_fd = _spare_fd()
+
+    def resume(self) -> None:
+        """Accept connections again, if that has paused. Call this from time to time."""
+        if self._pauses:
+            self._pauses = False
+            self._loop.modify(self._sock.fileno(), select.EPOLLIN)
 
     def close(self) -> None:
         """Stop listening and remove the socket, unless another server has put its own there."""

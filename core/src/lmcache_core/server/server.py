@@ -290,6 +290,7 @@ class Server:
             self._repair()
             if self.l1.taps is not None:
                 self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
+            self.listener.resume()
             self.recording.check()
             if self.tracing is not None:
                 self.tracing.check()
