@@ -175,7 +175,7 @@ SUBSCRIBER_RETRY_S = (
     1.0  # one that may recover, a file on a full disk say, is tried again after so long; doubles up to …
 )
 SUBSCRIBER_RETRY_S_MAX = 60.0
-EVENTS_CLOSE_S = 2.0  # at the end each subscriber that hangs is waited for no longer than this
+EVENTS_CLOSE_S = 2.0  # at the end the first subscriber that hangs is waited for so long, and all others together
 
 HELPERS_MAX = 16  # each is a process and a thread that waits for it
 HELPER_PAUSE_S = 0.5  # before a helper that has ended is started again; doubles up to …

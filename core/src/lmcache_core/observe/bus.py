@@ -165,14 +165,17 @@ class EventBus:
         self._untold = 0
 
     def close(self) -> None:
-        """Deliver the rest and close the subscribers; waits only briefly for each one that hangs."""
+        """Deliver the rest and close the subscribers. Waits for `EVENTS_CLOSE_S` for the first that hangs, and as long
+        again for all others that do."""
         self._stopping.set()
+        patience_s = EVENTS_CLOSE_S
         for _ in range(len(self._heard) + 1):
             self._wake.set()
-            self._thread.join(EVENTS_CLOSE_S)
+            self._thread.join(patience_s)
             if not self._thread.is_alive():
                 return
-            self._leave(EVENTS_CLOSE_S / 2)
+            self._leave(patience_s / 2)
+            patience_s = EVENTS_CLOSE_S / len(self._heard)
         with self._lock:
             self._turn += 1
         log.warning("not all events were delivered at shutdown: the subscribers took too long")
