@@ -250,15 +250,11 @@ class Tracing:
 
     def status(self) -> dict[str, Any]:
         """For `status`."""
+        fates = self._exporter.fates  # before the spans that have ended are counted: some of them may be of these
         told = self._bus.status()
-        return {
-            "endpoint": self._endpoint,
-            "exported": self._exporter.exported,
-            "failed": self._exporter.failed + told["subscribers"]["otel"]["missed"],
-            "waiting": told["queue"],
-            "dropped": told["dropped"],
-            "aside": told["subscribers"]["otel"]["aside"],
-        }
+        dropped, aside = told["dropped"], told["subscribers"]["otel"]["aside"]
+        figures = fates.of(told["emitted"] + dropped, dropped, given_up=bool(aside))
+        return {"endpoint": self._endpoint, **figures, "aside": aside}
 
 
 def _equal(wanted: int, values: bytes | bytearray, positions: Sequence[int]) -> list[int]:
