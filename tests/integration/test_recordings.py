@@ -28,7 +28,10 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.testing.processes import ServerProcess
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+
+from ..conftest import Node
 
 SPACE = Namespace("secret model", Layout("uint8", (4096,)))
 POOL = 8 << 20
@@ -254,3 +257,22 @@ def test_what_is_no_recording_is_refused_with_words(serve: Callable[..., Any], t
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="is not a recording"):
         read_recording(tmp_path / "empty")
+
+
+def test_operations_of_clients_that_die_before_the_answer_are_recorded_without_one(node: Node, tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs a tier that hangs")
+    node.serve("--l2.m.type", "mock", "--l2.m.faults", '["exists hang"]', "--record", str(tmp_path / "trace"))
+    client = node.client()
+    for number in range(3):
+        worker = node.worker(f"client.lookup([key({number})], namespace=ns, wait_s=600)")
+        until(lambda: client.status()["lookups_waiting"])
+        worker.kill()
+        until(lambda number=number: client.status()["recording"]["operations"] == number + 1)
+    worker = node.worker("client.lookup([key(4)], namespace=ns, wait_s=600)")
+    until(lambda: client.status()["lookups_waiting"])
+    client.record_stop()
+    operations = list(read_recording(tmp_path / "trace")[1])
+    assert [(each.kind, len(each.keys) // 8, each.hits, each.statuses) for each in operations] == [
+        ("lookup", 1, 0, b"")
+    ] * 4
+    assert all(each.nbytes == node.namespace.layout.nbytes for each in operations)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces nee
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from lmcache_core import limits, make_settings
 from lmcache_core.client.pages import PageEntry
 from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import Status
 from lmcache_core.errors import SettingsError, UsageError
-from lmcache_core.observe.spans import SPANS, table
+from lmcache_core.observe import bus
+from lmcache_core.observe.spans import LOOKUP, SPANS, SpanEnded, SpanExporter, table
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.traceparent import parse_traceparent
@@ -44,41 +48,227 @@ ENGINES = f"00-{TRACE}-{SPAN}-01"
 ATTRIBUTES = {each.name: set(each.attributes) for each in SPANS}
 
 
+class OddCollector:
+    """Answers as it is told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.redirected = 0  # requests that came where it redirects to
+        self._stopping = threading.Event()
+        odd = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                with contextlib.suppress(OSError):  # the exporter hangs up
+                    getattr(odd, f"_{odd.how}")(self)
+
+            def do_GET(self) -> None:
+                odd.redirected += 1
+                odd._answer(self, 200)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                del format, args
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, to: BaseHTTPRequestHandler, code: int, body: bytes = b"", **headers: str) -> None:
+        to.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            to.send_header(name.replace("_", "-"), value)
+        to.end_headers()
+        to.wfile.write(body)
+
+    def _repeat(self, to: BaseHTTPRequestHandler, text: bytes, pause_s: float = 0.01) -> None:
+        """Longer than anybody has patience."""
+        while not self._stopping.wait(pause_s):
+            to.wfile.write(text)
+            to.wfile.flush()
+
+    def _well(self, to: BaseHTTPRequestHandler) -> None:
+        self._answer(to, 200, Content_Type="application/x-protobuf")
+
+    def _terse(self, to: BaseHTTPRequestHandler) -> None:
+        self._answer(to, 200, b"OK", Content_Type="text/plain")
+
+    def _endless(self, to: BaseHTTPRequestHandler) -> None:
+        to.send_response(200)
+        to.end_headers()
+        self._repeat(to, bytes(65536), 0)
+
+    def _refuses(self, to: BaseHTTPRequestHandler) -> None:
+        self._answer(to, 400)
+
+    def _fails(self, to: BaseHTTPRequestHandler) -> None:
+        self._answer(to, 503, Retry_After="100")
+
+    def _redirects(self, to: BaseHTTPRequestHandler) -> None:
+        self._answer(to, 302, Location=f"{self.url}/login")
+
+    def _rejects(self, to: BaseHTTPRequestHandler, spans: int = 1 << 40) -> None:
+        said = ExportTraceServiceResponse()
+        said.partial_success.rejected_spans = spans
+        said.partial_success.error_message = "over your quota\n"
+        self._answer(to, 200, said.SerializeToString(), Content_Type="application/x-protobuf")
+
+    def _rejects_one(self, to: BaseHTTPRequestHandler) -> None:
+        self._rejects(to, 1)
+
+    def _hangs_up(self, to: BaseHTTPRequestHandler) -> None:
+        to.close_connection = True
+
+    def _garbage(self, to: BaseHTTPRequestHandler) -> None:
+        to.wfile.write(bytes(range(128, 256)) * 4)
+        to.close_connection = True
+
+    def _half(self, to: BaseHTTPRequestHandler) -> None:
+        to.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc")
+        to.close_connection = True
+
+    def _drips(self, to: BaseHTTPRequestHandler) -> None:
+        to.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n")
+        self._repeat(to, b"x")
+
+    def _drips_headers(self, to: BaseHTTPRequestHandler) -> None:
+        to.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        self._repeat(to, b"X: y\r\n", 0.2)
+
+    def _continues(self, to: BaseHTTPRequestHandler) -> None:
+        self._repeat(to, b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _silent(self, to: BaseHTTPRequestHandler) -> None:
+        del to
+        self._stopping.wait()
+
+
 @pytest.fixture
-def endless() -> Iterator[str]:
-    """The address of a collector that accepts spans with an answer that has no end."""
-    stopping = threading.Event()
+def odd() -> Iterator[Callable[[str], OddCollector]]:
+    with contextlib.ExitStack() as stack:
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the exporter hangs up
-                while not stopping.is_set():
-                    self.wfile.write(bytes(65536))
+        def start(how: str) -> OddCollector:
+            collector = OddCollector(how)
+            stack.callback(collector.close)
+            return collector
 
-        def log_message(self, format: str, *args: Any) -> None:
-            del format, args
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    stopping.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        yield start
 
 
-def test_a_collector_whose_answer_has_no_end_is_hung_up_on(node: Node, endless: str) -> None:
-    node.serve("--otel.endpoint", endless)
+def look(node: Node, client: Any, times: int = 20) -> int:
+    """Look up, which ends a span each; how many."""
+    for _ in range(times):
+        client.lookup([node.key("nowhere")], namespace=node.namespace)
+    return times
+
+
+def fates(client: Any, ended: int) -> dict[str, Any]:
+    """What became of the spans once none waits; at each moment the figures add up."""
+
+    def all_known() -> Any:
+        told = client.status()["tracing"]
+        assert told["exported"] + told["failed"] + told["waiting"] + told["dropped"] == ended
+        return told["waiting"] == 0 and told
+
+    return dict(until(all_known))
+
+
+@pytest.mark.parametrize("how", ["well", "terse", "endless"])
+def test_spans_that_a_collector_took_are_counted_as_exported(
+    node: Node, odd: Callable[[str], OddCollector], how: str
+) -> None:
+    node.serve("--otel.endpoint", odd(how).url)
     client = node.client()
-    client.store([node.key("first")], [node.payload(1)], namespace=node.namespace, traceparent=ENGINES)
-    told = until(lambda: (t := client.status()["tracing"])["exported"] + bool(t["aside"]) and t)
-    assert not told["aside"]
-    assert told["exported"] == 1
+    told = fates(client, look(node, client))
+    assert (told["exported"], told["failed"], told["aside"]) == (20, 0, "")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "refuses", "fails", "redirects", "rejects", "hangs_up", "garbage", "half", "drips", "drips_headers",
+        "continues", "silent",
+    ],
+)  # fmt: skip
+def test_spans_that_a_collector_did_not_take_are_counted_as_failed_and_the_next_ones_are_sent(
+    node: Node, odd: Callable[[str], OddCollector], how: str
+) -> None:
+    collector = odd(how)
+    node.serve("--otel.endpoint", collector.url, "--otel.timeout_s", "1")
+    client = node.client()
+    ended = look(node, client)
+    told = fates(client, ended)
+    assert (told["exported"], told["failed"], told["aside"]) == (0, ended, "")
+    collector.how = "well"
+
+    def exports() -> Any:  # a whole second may pass on a busy machine
+        nonlocal ended
+        ended += look(node, client)
+        return fates(client, ended)["exported"]
+
+    assert until(exports)
+    assert collector.redirected == 0
+
+
+def test_of_a_batch_that_a_collector_took_in_part_only_the_rest_has_failed_and_the_log_has_its_words_once(
+    odd: Callable[[str], OddCollector], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = make_settings(otel={"endpoint": odd("rejects_one").url, "timeout_s": limits.OTEL_TIMEOUT_S_MAX}).otel
+    exporter = SpanExporter(settings, "server")
+    span = SpanEnded(
+        at_s=1.0, type=LOOKUP, trace=1, span=2, parent=0, remote=False, began_s=1.0, ended_s=2.0, attributes={}
+    )
+    for _ in range(2):
+        exporter.hear([span] * 3)
+    exporter.close()
+    assert exporter.fates == (4, 2)
+    [said] = [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]
+    assert "1 of 3 spans" in said
+    assert r"'over your quota\n'" in said
+
+
+def test_spans_of_a_batch_that_the_exporter_was_given_up_with_have_failed(
+    tmp_path: Path, node: Node, odd: Callable[[str], OddCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus, "SUBSCRIBER_HANG_S", 0.01)
+    otel = {"endpoint": odd("silent").url, "timeout_s": limits.OTEL_TIMEOUT_S_MAX}
+    l1 = {"size_bytes": "8MiB", "backing": "memfd"}
+    settings = make_settings(name=node.name, runtime_dir=tmp_path, state_dir=tmp_path, l1=l1, otel=otel)
+    server = Server(settings, load_plugins()).start()
+    try:
+        with server.connect() as client:
+            ended = look(node, client)
+            until(lambda: client.status()["tracing"]["aside"])
+            ended += look(node, client)
+            assert fates(client, ended)["failed"] == ended
+    finally:
+        server.stop()
+
+
+def test_the_span_of_a_store_whose_client_dies_while_it_waits_ends_as_failed(node: Node, collector: Collector) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs a tier that hangs")
+    tier = ("--l2.m.type", "mock", "--l2.m.faults", '["store hang"]', "--dirty", "wait", "--store_wait_s", "5")
+    node.serve("--otel.endpoint", collector.url, *tier, size="8MiB")
+    worker = node.worker("n = 0\nwhile True: n += 1; client.store([key(n)], [bytes(65536)], namespace=ns)")
+    client = node.client()
+    until(lambda: client.status()["stores_waiting"])
+    worker.kill()
+    [failed] = until(lambda: [span for span in collector.named("lmcache.store") if span.status.code == 2])
+    assert failed.status.message == "unanswered"
+    assert values(failed.attributes)["lmcache.granted"] == 0
 
 
 class Collector:
@@ -283,8 +473,8 @@ def test_spans_beyond_what_may_wait_are_dropped_and_counted(
                 while not (told := client.status()["tracing"])["dropped"]:
                     client.lookup([node.key("nowhere")], namespace=node.namespace)
                     asked += 1
-                assert told["waiting"] <= 20
-                assert told["dropped"] + told["waiting"] + told["failed"] + told["exported"] <= asked
+                assert told["waiting"] <= 2 * 20  # those of a batch under way among them
+                assert told["dropped"] + told["waiting"] + told["failed"] + told["exported"] == asked
         finally:
             server.stop()
 

@@ -128,6 +128,7 @@ TRACE_RECORD_BYTES_MAX = 1 << 20  # of a recording: a frame's keys are a tenth o
 RECORDS_WAITING_MAX = 10_000  # recorded operations that wait to be written
 OTEL_TIMEOUT_S_MAX = 4.0  # for a batch of spans: below the time after which a subscriber counts as hung
 SPANS_WAITING_MAX = 10_000  # spans that wait for a collector; further ones are dropped and counted
+LATE_ANSWERS_MAX = 4096  # requests to be answered later that a recording, or tracing, remembers: 3072 can wait
 TRACED_STORES_MAX = 4096  # stores whose spans have not ended; beyond it the oldest span ends as it is
 TRACED_OBJECTS_MAX = 65_536  # objects on their way to tiers, with the span of their store: about 15 MB
 KV_EVENT_BATCH_HASHES = 4096  # of one KV event, and events in one batch of a snapshot

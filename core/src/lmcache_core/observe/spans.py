@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _THEIR_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-_ANSWER_BYTES_MAX = 64 << 10  # of a collector's answer; an OTLP answer has a few bytes
 SpanKind = Literal["server", "client", "internal"]
 
 
@@ -111,28 +110,43 @@ class SpanEnded(CacheEvent, tag="span", frozen=True):
     failed: str = ""
 
 
+class SpanFates(NamedTuple):
+    """What has become of spans whose end is known."""
+
+    exported: int = 0
+    failed: int = 0
+
+    def of(self, ended: int, dropped: int, *, given_up: bool) -> dict[str, int]:
+        """The fate of each of `ended` spans, for `status`; the figures add up to `ended`. `dropped` of them never got
+        to the exporter. One that has no other fate waits, or has failed if the exporter was given up."""
+        left = ended - dropped - self.exported - self.failed
+        failed, waiting = (self.failed + left, 0) if given_up else (self.failed, left)
+        return {"exported": self.exported, "failed": failed, "waiting": waiting, "dropped": dropped}
+
+
 class SpanExporter(EventSubscriber):
-    """Sends spans to a collector. Spans that it does not accept in time are counted as `failed`, and not sent again.
+    """Sends spans to a collector. Spans that it does not accept in time are counted as failed, and not sent again.
 
     Raises `SettingsError` if the SDK is not installed.
     """
 
     def __init__(self, settings: OtelSettings, server: str) -> None:
         try:
-            import requests
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk import trace as sdk
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace.export import SpanExportResult
             from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+            from lmcache_core.observe.collector import CollectorSession
         except ImportError as error:
             raise SettingsError(
                 f"otel.endpoint is set, but OpenTelemetry's SDK cannot be imported ({error}): "
                 "pip install 'lmcache-core[otel]', or remove otel.endpoint"
             ) from error
-        self.exported = 0
-        self.failed = 0
+        self.fates = SpanFates()  # replaced whole: any thread may read it
+        self._timeout_s = settings.timeout_s
         self._quiet_until_s = 0.0
         self._endpoint = settings.traces_url
         self._api, self._span = trace, sdk.ReadableSpan
@@ -142,33 +156,37 @@ class SpanExporter(EventSubscriber):
             {"service.name": settings.service_name, "service.version": __version__, "lmcache.server": server}
         )
         headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
-        # The SDK's own session keeps an answer in memory however long it is, and its time-out is for each read.
-        session = requests.Session()
-        session.hooks["response"].append(_read_briefly)
+        self._session = CollectorSession()
         self._exporter = OTLPSpanExporter(
-            self._endpoint, headers=headers or None, timeout=settings.timeout_s, session=session
+            self._endpoint, headers=headers or None, timeout=settings.timeout_s, session=self._session
         )
         # The SDK logs every failed batch; we log it from time to time. Exports of an engine in this process are not
         # affected.
         _THEIR_LOG.addFilter(_not_ours)
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        spans = [self._readable(event) for event in events if isinstance(event, SpanEnded)]
+        spans = [event for event in events if isinstance(event, SpanEnded)]
         if not spans:
             return
         try:
-            well = self._exporter.export(spans) is self._success
+            exported, said = self._send(spans)
         except Exception as error:  # noqa: BLE001  # whatever it is, the next batch may get there
-            well, said = False, f"{type(error).__name__}: {error}"
-        else:
-            said = "it did not accept them in time, or refused them"
-        if well:
-            self.exported += len(spans)
-            return
-        self.failed += len(spans)
-        if events[-1].at_s >= self._quiet_until_s:
+            exported, said = 0, f"{type(error).__name__}: {error}"
+        failed = len(spans) - exported
+        self.fates = SpanFates(self.fates.exported + exported, self.fates.failed + failed)
+        if said and events[-1].at_s >= self._quiet_until_s:
             self._quiet_until_s = events[-1].at_s + TIER_WARNING_PAUSE_S
-            log.warning("%d spans did not reach the collector %s: %s", len(spans), self._endpoint, said)
+            log.warning("%d of %d spans did not reach the collector %s: %s", failed, len(spans), self._endpoint, said)
+
+    def _send(self, spans: Sequence[SpanEnded]) -> tuple[int, str]:
+        """How many the collector accepted, and what there is to say of it."""
+        with self._session.within(self._timeout_s):
+            well = self._exporter.export([self._readable(span) for span in spans]) is self._success
+        answer = self._session.answer
+        if not (well and answer.accepted):
+            return 0, answer.words or "it did not accept them in time, or refused them"
+        rejected = min(answer.rejected, len(spans))
+        return len(spans) - rejected, answer.words or ("it refused them, and did not say why" if rejected else "")
 
     def close(self) -> None:
         self._exporter.shutdown()
@@ -194,13 +212,6 @@ class SpanExporter(EventSubscriber):
     def _context(self, trace: int, span: int, *, remote: bool) -> Any:
         sampled = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(trace, span, remote, sampled)
-
-
-def _read_briefly(response: Any, **_: Any) -> None:
-    """Read a normal answer to its end, for the connection to be kept, and hang up on a longer one."""
-    response.raw.read(_ANSWER_BYTES_MAX)
-    if not response.raw.closed:
-        response.close()
 
 
 def _not_ours(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_core import __version__
 from lmcache_core.errors import UsageError
@@ -27,6 +27,7 @@ from lmcache_core.observe.traces import (
     header_of,
 )
 from lmcache_core.protocol import messages as m
+from lmcache_core.server.late_answers import LateAnswers
 from lmcache_core.settings.model import RecordSettings, Settings
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from lmcache_core.server.loop import Loop
     from lmcache_core.server.session import Session
 
-_PENDING_MAX = 65_536  # operations to be answered later
 _KINDS: dict[type[m.Message], str] = {
     m.LookupRequest: LOOKUP,
     m.TracedLookup: LOOKUP,
@@ -44,6 +44,15 @@ _KINDS: dict[type[m.Message], str] = {
     m.Clear: CLEAR,
 }
 _GRANTED = bytes([Grant.GRANTED])
+
+
+class _AskedOperation(NamedTuple):
+    """An operation, as it was asked."""
+
+    request: m.Message
+    at_s: float  # of the loop's clock
+    worker: int
+    nbytes: int  # of an object; 0 if unknown
 
 
 class Recording:
@@ -58,7 +67,7 @@ class Recording:
         self._bus: EventBus | None = None
         self._recorder: TraceRecorder | None = None
         self._settings = RecordSettings()
-        self._pending: dict[tuple[Session, int], tuple[m.Message, float]] = {}
+        self._late = LateAnswers[_AskedOperation](self._leave)
 
     def start(self, settings: RecordSettings) -> None:
         """Begin; raises `UsageError` for a directory that cannot be used."""
@@ -83,9 +92,7 @@ class Recording:
     def _end(self) -> EventBus | None:
         """Stop recording; whoever closes the returned bus waits until the rest is written."""
         self.on = False
-        for session, _ in self._pending:
-            session.unlisten(self._answered)
-        self._pending.clear()
+        self._late.end()
         bus, self._bus, self._recorder = self._bus, None, None
         if bus is not None:
             self._l1.serve_index(True)
@@ -153,30 +160,26 @@ class Recording:
         """A request was answered, or will be (None)."""
         if session is None or type(request) not in _KINDS:
             return
+        layout = self._l1.layouts.get(session.namespaces.get(getattr(request, "namespace", None) or 0, 0))
+        asked = _AskedOperation(request, self._clock.now, session.id, 0 if layout is None else layout.nbytes)
         if reply is not None:
-            self._leave(session, request, reply, self._clock.now)
-        elif len(self._pending) < _PENDING_MAX:
-            self._pending[session, request.rid] = (request, self._clock.now)
-            session.listen(self._answered)
+            self._leave(asked, reply)
+        else:
+            self._late.keep(session, request.rid, asked)
 
-    def _answered(self, session: Session, reply: m.Message) -> None:
-        found = self._pending.pop((session, getattr(reply, "rid", 0)), None)
-        if found is not None:
-            self._leave(session, found[0], reply, found[1])
-
-    def _leave(self, session: Session, request: m.Message, reply: m.Message, asked_at_s: float) -> None:
+    def _leave(self, asked: _AskedOperation, reply: m.Message | None) -> None:
+        """Leave it to the writer. None: its client was gone before there was an answer."""
         if self._bus is None:
             return
-        layout = self._l1.layouts.get(session.namespaces.get(getattr(request, "namespace", None) or 0, 0))
         self._bus.emit(
             _operation,
-            asked_at_s,
-            self._clock.now - asked_at_s,
-            session.id,
-            0 if layout is None else layout.nbytes,
-            request,
+            asked.at_s,
+            self._clock.now - asked.at_s,
+            asked.worker,
+            asked.nbytes,
+            asked.request,
             reply,
-            keeps=len(getattr(request, "keys", b"")) // KEY_BYTES,
+            keeps=len(getattr(asked.request, "keys", b"")) // KEY_BYTES,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_core.pool.tables import NO_ROW
@@ -32,6 +31,18 @@ class Peer(ABC):
         """Drop the connection. Idempotent; does not end the session."""
 
 
+class SessionListener(ABC):
+    """Hears of a session's later answers, and of its end."""
+
+    @abstractmethod
+    def answered(self, session: Session, message: Message) -> None:
+        """This message is about to be sent."""
+
+    @abstractmethod
+    def session_ended(self, session: Session) -> None:
+        """No message follows."""
+
+
 @dataclass(eq=False)
 class Session:
     """What the server knows about a client. The kernel knows its leases under `id`, from its hello on."""
@@ -56,7 +67,7 @@ class Session:
     heard_at_s: float = 0.0
     check_at_s: float = 0.0  # when its life lock is checked next, and the pause since the last check
     check_pause_s: float = 0.0
-    listeners: tuple[Callable[[Session, Message], None], ...] = ()  # called with its later answers
+    listeners: tuple[SessionListener, ...] = ()
 
     def move(self, event: SessionEvent) -> None:
         """The only way to change the state. A step that is not in the table is a bug of the caller's: `KeyError`."""
@@ -70,18 +81,24 @@ class Session:
     def send(self, message: Message) -> None:
         """Send a message; does nothing if the peer is gone."""
         for listener in self.listeners:
-            listener(self, message)
+            listener.answered(self, message)
         if self.peer is not None:
             self.peer.send(encode(message))
 
-    def listen(self, listener: Callable[[Session, Message], None]) -> None:
-        """Call `listener` with every later answer from now on."""
+    def listen(self, listener: SessionListener) -> None:
+        """Tell `listener` of every later answer from now on, and of the end."""
         if listener not in self.listeners:
             self.listeners += (listener,)
 
-    def unlisten(self, listener: Callable[[Session, Message], None]) -> None:
-        """Stop calling `listener`."""
-        self.listeners = tuple(each for each in self.listeners if each != listener)
+    def unlisten(self, listener: SessionListener) -> None:
+        """Tell `listener` nothing more."""
+        self.listeners = tuple(each for each in self.listeners if each is not listener)
+
+    def tell_end(self) -> None:
+        """It has ended: the listeners let go of it."""
+        listeners, self.listeners = self.listeners, ()
+        for listener in listeners:
+            listener.session_ended(self)
 
     def describe(self) -> dict[str, object]:
         """For `status`."""

@@ -412,3 +412,4 @@ class Sessions:
             peer.session = None
             peer.close()
         self._on_end(session)
+        session.tell_end()

@@ -31,6 +31,7 @@ from lmcache_core.observe.spans import (
 )
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.traceparent import parse_traceparent
+from lmcache_core.server.late_answers import LateAnswers
 from lmcache_core.tiers.contract import Outcome, Result
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class Tracing:
         self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX, clock, batch_s=SPAN_BATCH_S)
         # The oldest go first: taken from the front of a plain dict, each would cost a look at all that went before.
         self._stores: OrderedDict[int, _Store] = OrderedDict()  # by lease
-        # Stores that are answered later.
-        self._asked: OrderedDict[tuple[Session, int], tuple[m.PrepareStore, Span]] = OrderedDict()
+        self._asked = LateAnswers[tuple[m.PrepareStore, Span]](self._answered)
         # By namespace, key and generation: the store's.
         self._objects: OrderedDict[tuple[int, bytes, int], Span] = OrderedDict()
 
@@ -112,18 +112,17 @@ class Tracing:
         span = self.begin(request)
         if span is None:
             return
-        if reply is not None:
+        if reply is None:
+            self._asked.keep(session, request.rid, (request, span))
+        else:
             self._granted(request, span, reply)
-            return
-        while len(self._asked) >= TRACED_STORES_MAX:
-            self._asked.popitem(last=False)
-        self._asked[session, request.rid] = (request, span)
-        session.listen(self._answered)
 
-    def _answered(self, session: Session, reply: m.Message) -> None:
-        found = self._asked.pop((session, getattr(reply, "rid", 0)), None)
-        if found is not None:
-            self._granted(*found, reply)
+    def _answered(self, asked: tuple[m.PrepareStore, Span], reply: m.Message | None) -> None:
+        request, span = asked
+        if reply is None:
+            self._store_ended(_Store(span, request.namespace, bytearray(request.keys)), "unanswered")
+        else:
+            self._granted(request, span, reply)
 
     def _granted(self, request: m.PrepareStore, span: Span, reply: m.Message) -> None:
         if not isinstance(reply, m.Granted) or not reply.lease:
@@ -251,15 +250,11 @@ class Tracing:
 
     def status(self) -> dict[str, Any]:
         """For `status`."""
+        fates = self._exporter.fates  # before the spans that have ended are counted: some of them may be of these
         told = self._bus.status()
-        return {
-            "endpoint": self._endpoint,
-            "exported": self._exporter.exported,
-            "failed": self._exporter.failed + told["subscribers"]["otel"]["missed"],
-            "waiting": told["queue"],
-            "dropped": told["dropped"],
-            "aside": told["subscribers"]["otel"]["aside"],
-        }
+        dropped, aside = told["dropped"], told["subscribers"]["otel"]["aside"]
+        figures = fates.of(told["emitted"] + dropped, dropped, given_up=bool(aside))
+        return {"endpoint": self._endpoint, **figures, "aside": aside}
 
 
 def _equal(wanted: int, values: bytes | bytearray, positions: Sequence[int]) -> list[int]:
