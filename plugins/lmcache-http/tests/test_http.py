@@ -221,6 +221,7 @@ def test_quotas_are_set_changed_and_ended(serve: Callable[..., Served], token: P
     assert 'tenant_used_bytes{store="l1",tenant="chat"} 8192.0' in metrics
     more_than_it_may = {"stores": {"l1": {"limit_bytes": 1, "reserved_bytes": 2}}}
     assert served.ask("PUT", "/quota/chat", more_than_it_may, **right)[0] == 400
+    assert served.ask("PUT", "/quota/chat", {"stores": {"\ud800": {}}}, **right)[0] == 422
     assert served.ask("DELETE", "/quota/chat", **right)[0] == 200
     assert served.get("/quota/chat", **right)[0] == 404
     assert served.ask("DELETE", "/quota/chat", **right)[0] == 400
@@ -551,13 +552,17 @@ def test_other_names_are_not_as_dns_rebinding_has_them(host: str) -> None:
         assert caught.value.status == 421
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example", "["])
+@pytest.mark.parametrize(
+    "origin",
+    ["https://evil.example", "null", "http://127.0.0.1.evil.example", "[", "http://localhost:3000", "file://localhost"],
+)
 def test_pages_of_others_are_turned_away(origin: str, token: Path) -> None:
     for right in Right:
         with pytest.raises(RefusedError) as caught:
             guard(token_file=token).check({"host": "localhost", "origin": origin, "authorization": CHANGER}, right)
         assert caught.value.status == 403
     guard().check({"host": "localhost:8080", "origin": "http://localhost:8080"}, Right.READ)
+    guard().check({"host": "localhost", "origin": "https://localhost"}, Right.READ)  # a proxy ends TLS
 
 
 def test_other_addresses_need_a_token(token: Path, tmp_path: Path) -> None:
@@ -573,6 +578,9 @@ def test_other_addresses_need_a_token(token: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
     with pytest.raises(ValueError, match="no token"):
+        guard(token_file=empty)
+    empty.write_text("geheim-ß")
+    with pytest.raises(ValueError, match="a header cannot carry"):
         guard(token_file=empty)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from lmcache_core.trust import SERVER_UID_VARIABLE
 from lmcache_http.app import make_app
 from lmcache_http.guard import Guard
 from lmcache_http.node import Node
-from lmcache_http.patience import PatientProtocol
+from lmcache_http.patience import PatientLoop, PatientProtocol
 from lmcache_http.settings import HttpSettings
 
 
@@ -28,15 +30,23 @@ def main() -> None:
     directory, uid = os.environ.get("LMCACHE_CORE_RUNTIME_DIR"), os.environ.get(SERVER_UID_VARIABLE)
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     node = Node(name, Path(directory) if directory else None, int(uid) if uid else None)
+    server = uvicorn.Server(uvicorn.Config(make_app(node, settings, guard), **where_from(settings)))
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     try:
-        uvicorn.run(make_app(node, settings, guard), **where_from(settings))
+        with asyncio.Runner(loop_factory=PatientLoop) as runner:
+            runner.run(server.serve())
     finally:
         node.close()
+        if settings.unix_socket is not None:
+            settings.unix_socket.unlink(missing_ok=True)
+    if not server.started:
+        sys.exit(f"lmcache-http: it cannot listen at {settings.unix_socket or f'{settings.host}:{settings.port}'}")
 
 
 def where_from(settings: HttpSettings) -> dict[str, Any]:
     where: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-    where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256, "http": PatientProtocol}
+    where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256, "backlog": 128, "http": PatientProtocol}
     if settings.unix_socket is not None:
         where["uds"] = str(settings.unix_socket)
     else:

@@ -135,6 +135,12 @@ class QuotaBody(Body):
         default={}, max_length=STORES_MAX, description="a table for l1, and for each tier, by name"
     )
 
+    @field_validator("stores")
+    @classmethod
+    def _named(cls, stores: dict[str, StoreQuota]) -> dict[str, StoreQuota]:
+        _can_be_sent(dict.fromkeys(stores))
+        return stores
+
 
 def _can_be_sent(values: dict[str, Any]) -> None:
     try:
@@ -286,7 +292,8 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
     def set_quota(tenant: str, body: QuotaBody) -> Plain:
         """Set or change a tenant's quotas: they are saved now, and enforced as fast as objects can leave."""
         ids = None if body.namespaces is None else [_id(each) for each in body.namespaces]
-        node.client.quota_set(tenant, {store: each.model_dump() for store, each in body.stores.items()}, ids)
+        stores = {store: each.model_dump() for store, each in body.stores.items()}
+        node.client.quota_set(tenant, stores, ids)
         node.changed()
         return {"tenant": tenant, "done": "set"}
 

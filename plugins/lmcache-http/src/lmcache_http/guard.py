@@ -49,7 +49,7 @@ class Guard:
         if not self._any_host and _name_of(f"//{host}") not in self._hosts:
             raise RefusedError(421, "this Host is not allowed: add it to http.allowed_hosts")
         origin = headers.get("origin")
-        if origin is not None and (self._any_host or _name_of(origin) not in self._hosts):
+        if origin is not None and (self._any_host or not _is_from(origin, host)):
             raise RefusedError(403, "requests from pages of another origin are refused")
         if right is not Right.NONE:
             self._check_token(headers.get("authorization", ""), right)
@@ -85,11 +85,20 @@ def _token(path: Path | None) -> str | None:
     token = path.read_text().strip()
     if not token:
         raise ValueError(f"{path} contains no token")
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"the token in {path} has characters that a header cannot carry: use ASCII letters and digits")
     return token
 
 
 def _same(given: str, token: str | None) -> bool:
     return token is not None and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _is_from(origin: str, host: str) -> bool:
+    """Whether a page of this origin came from where its request goes: the same name and port. The scheme may differ,
+    as behind a proxy that ends TLS."""
+    scheme, _, rest = origin.partition("://")
+    return scheme in ("http", "https") and rest.lower() == host.lower()
 
 
 def _name_of(url: str) -> str:
