@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -204,12 +204,29 @@ def test_the_command_sets_shows_and_ends_quotas(node: Run, capsys: pytest.Captur
     assert "say which namespaces it has" in capsys.readouterr().err
 
 
-def test_quotas_that_cannot_be_read_stop_the_start_with_the_cure(tmp_path: Path) -> None:
+def kept(reserved_bytes: int | None = None, namespaces: Sequence[int] = (1,), name: str = "chat") -> dict[str, Any]:
+    return {name: {"namespaces": namespaces, "stores": {"l1": {"reserved_bytes": reserved_bytes}}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"chat": {',
+        json.dumps(kept(10**25)),
+        json.dumps(kept(-1)),
+        json.dumps(kept(namespaces=[-1])),
+        json.dumps(kept(namespaces=[1 << 70])),
+        json.dumps(kept(namespaces=[])),
+        json.dumps(kept(name="\033[2J")),
+        json.dumps(kept(name="one") | kept(name="two")),
+    ],
+)
+def test_quotas_that_cannot_be_read_stop_the_start_with_the_cure(tmp_path: Path, text: str) -> None:
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.server.server import Server
     from lmcache_core.settings.compose import make_settings
 
-    (tmp_path / "torn.quotas.json").write_text('{"chat": {')
+    (tmp_path / "torn.quotas.json").write_text(text)
     made = make_settings(
         load_plugins(), name="torn", l1={"size_bytes": 1 << 20, "backing": "memfd"},
         runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path),

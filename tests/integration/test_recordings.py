@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from lmcache_core.cli.main import main
@@ -276,3 +277,33 @@ def test_operations_of_clients_that_die_before_the_answer_are_recorded_without_o
         ("lookup", 1, 0, b"")
     ] * 4
     assert all(each.nbytes == node.namespace.layout.nbytes for each in operations)
+
+
+def test_a_forged_recording_is_refused_in_words_and_never_printed_raw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def framed(raw: bytes) -> bytes:
+        return len(raw).to_bytes(4, "little") + raw
+
+    def forged(about: dict[str, Any] | None = None, server: str = "s", **more: Any) -> str:
+        header = {"began_at_s": 1.0, "server": server, "version": "1", "about": about or {}}
+        told = {"kind": "lookup", "space": 5, "nbytes": 1, "keys": bytes(16), "prefix": True, "hits": 1} | more
+        operation = [1, 1, 0, *told.values(), b""]
+        path = tmp_path / "forged.lmctrace"
+        path.write_bytes(MAGIC + b"".join(framed(msgspec.msgpack.encode(each)) for each in (header, operation)))
+        return str(path)
+
+    for wrong in ({"hits": 3}, {"hits": -1}, {"keys": bytes(9)}, {"nbytes": -1}, {"kind": "\033[2J"}):
+        assert main(["trace", "info", forged(**wrong)]) == 2
+        assert "is damaged at byte" in capsys.readouterr().err
+    assert main(["trace", "info", forged(server="\033[2J")]) == 0
+    assert "\033" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert main(["trace", "convert", "--format", "lookup_hash", forged({"chunk_tokens": "x"}), str(out)]) == 2
+    assert "chunk_tokens = 'x'" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["trace", "convert", "--format", "lookup_hash", forged(), str(out)]) == 0
+    nested = tmp_path / "nested.lmctrace"
+    nested.write_bytes(MAGIC + framed(b"\x81\xa5about" + b"\x91" * 100_000 + b"\xc0"))
+    assert main(["trace", "info", str(nested)]) == 2
+    assert "cannot be read as a recording" in capsys.readouterr().err

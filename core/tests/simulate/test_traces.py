@@ -31,6 +31,8 @@ def test_a_file_is_read_in_order_and_named_after_itself(tmp_path: Path) -> None:
         ('{"hash_ids": [1]}\n{"hash_ids": [1\n', r"t\.jsonl:2 is not JSON"),
         ("[1, 2]\n", r"t\.jsonl:1 has no usable hash_ids"),
         ('{"hash_ids": [true]}\n', "list of whole numbers"),
+        ('{"hash_ids": [18446744073709551616]}\n', "at most 64 bits"),
+        pytest.param("[" * 100_000 + "\n", r"t\.jsonl:1 is not JSON", id="nested"),
         ('{"hash_ids": [-1]}\n', "from 0 up"),
         ('{"hash_ids": "12"}\n', "no usable hash_ids"),
         ("\n\n", "has no requests"),

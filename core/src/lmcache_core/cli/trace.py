@@ -7,12 +7,14 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.cli import connecting
 from lmcache_core.cli.lazy import CommandParser
 from lmcache_core.cli.table import print_table
+from lmcache_core.observe.readable import plain
 
 if TYPE_CHECKING:
     from lmcache_core.client.replaying import ReplayResult
@@ -161,8 +163,11 @@ def _convert(arguments: argparse.Namespace) -> None:
         sys.stdout.writelines(lines)
         return
     try:
-        with arguments.output.open("x", encoding="utf-8") as file:
+        with arguments.output.open("x", encoding="utf-8") as file, ExitStack() as undo:
+            undo.callback(arguments.output.unlink)  # unless it becomes whole
             file.writelines(lines)
+            file.flush()
+            undo.pop_all()
     except OSError as error:
         raise UsageError(f"{arguments.output} cannot be written: {error.strerror}") from error
 
@@ -182,13 +187,16 @@ def _hash_ids_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _lookup_hash_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The namespace of the recording stands in for the model. Fields that were not recorded are empty."""
     from lmcache_core.client.replaying import REQUEST
+    from lmcache_core.errors import UsageError
     from lmcache_core.limits import CHUNK_TOKENS
     from lmcache_core.observe.traces import LOOKUP, is_recording, read_recording
 
     began_s, chunk_tokens, kinds = 0.0, CHUNK_TOKENS, {REQUEST}
     if is_recording(path):
         header, _ = read_recording(path)
-        began_s, chunk_tokens = header.began_at_s, int(header.about.get("chunk_tokens", CHUNK_TOKENS))
+        began_s, chunk_tokens = header.began_at_s, header.about.get("chunk_tokens", CHUNK_TOKENS)
+        if type(chunk_tokens) is not int or chunk_tokens < 1:
+            raise UsageError(f"{path} is damaged: its header says chunk_tokens = {chunk_tokens!r}")
         kinds = {LOOKUP}
     for number, operation in enumerate(each for each in _operations(path) if each.kind in kinds and each.keys):
         hashes = operation.ids()
@@ -244,5 +252,5 @@ def _percentile(values: list[float], percent: int) -> float:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
+        return ", ".join(f"{plain(name)} {_shown(each)}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else plain(str(value))

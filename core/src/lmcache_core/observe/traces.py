@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,13 +37,17 @@ class Operation(msgspec.Struct, array_like=True, frozen=True):
     at_us: int  # since the recording began
     took_us: int
     worker: int
-    kind: str
-    space: int  # its namespace
-    nbytes: int  # of one object
+    kind: Annotated[str, msgspec.Meta(pattern="^[a-z_]{1,32}$")]
+    space: Annotated[int, msgspec.Meta(ge=0)]  # its namespace
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]  # of one object
     keys: bytes
     prefix: bool
     hits: int
     statuses: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.keys) % ID_BYTES or not 0 <= self.hits <= len(self.keys) // ID_BYTES:
+            raise ValueError(f"{self.hits} hits of {len(self.keys)} bytes of ids")
 
     def ids(self) -> list[bytes]:
         """The ids of its keys."""
@@ -53,7 +57,7 @@ class Operation(msgspec.Struct, array_like=True, frozen=True):
 class TraceHeader(msgspec.Struct, frozen=True):
     """The beginning of each file."""
 
-    began_at_s: float  # Unix
+    began_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # Unix
     server: str
     version: str
     about: dict[str, Any]
@@ -193,7 +197,7 @@ def _operations(files: Iterable[Path]) -> Iterator[Operation]:
                     break  # cut off by a kill, or zeros after a power failure
                 try:
                     yield msgspec.msgpack.decode(record, type=Operation)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, RecursionError) as error:
                     raise UsageError(f"{path} is damaged at byte {file.tell() - nbytes:,}: {error}") from error
 
 
@@ -206,7 +210,7 @@ def _open(path: Path) -> tuple[TraceHeader, int]:
             size = int.from_bytes(file.read(4), "little")
             header = msgspec.msgpack.decode(file.read(min(size, TRACE_RECORD_BYTES_MAX)), type=TraceHeader)
             return header, len(MAGIC) + 4 + size
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as a recording: {error}") from error
 
 

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from lmcache_core.errors import UsageError
 
+_ID_BITS = 64
+_TIME_MAX = 1e15  # milliseconds: beyond any clock's
 _HASH = re.compile("(0x)?[0-9a-fA-F]{1,128}")
 
 
@@ -70,16 +72,16 @@ class _Lines:
     def read(self, line: str, place: str) -> tuple[float, list[int]]:
         """The time in milliseconds, and the blocks."""
         cure = (
-            'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up, or "chunk_hashes", a '
-            "list of hexadecimal texts"
+            'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up, of at most 64 bits, '
+            'or "chunk_hashes", a list of hexadecimal texts'
         )
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{place} is not JSON ({error}): {cure}") from error
         given = record if isinstance(record, dict) else {}
         at = given.get("timestamp", 0)
-        at = at if isinstance(at, int | float) and isfinite(at) else 0
+        at = at if isinstance(at, int | float) and -_TIME_MAX < at < _TIME_MAX else 0
         if "chunk_hashes" in given:
             hashes = given["chunk_hashes"]
             if not isinstance(hashes, list) or not all(
@@ -93,7 +95,7 @@ class _Lines:
             blocks = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
             return max(0.0, 1000 * (at - self._began_s)), blocks
         ids = given.get("hash_ids")
-        if not isinstance(ids, list) or not all(type(block) is int and block >= 0 for block in ids):
+        if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 1 << _ID_BITS for block in ids):
             raise UsageError(f"{place} has no usable hash_ids: {cure}")
         return at, ids
 

@@ -84,16 +84,16 @@ class Quotas:
 
     def check(self) -> None:
         """Call once the tiers exist: raises `SettingsError` for invalid settings."""
-        for name, kept in self._settled.items():
-            if name in self._kept:
-                continue
+        for name, kept in self._tenants.items():
             try:
                 _check_name(name)
                 self._check_namespaces(name, kept.namespaces)
                 for store, figures in kept.stores.items():
                     self._figures(name, store, msgspec.to_builtins(figures))
             except UsageError as error:
-                raise SettingsError(f"quotas.{name}: {error}") from error
+                if name not in self._kept:
+                    raise SettingsError(f"quotas.{name}: {error}") from error
+                log.warning("the quota of tenant %r was set at run time, and no longer fits: %s", name, error)
         if len(self._tenants) > TENANTS_MAX:
             raise SettingsError(f"quotas: there are {len(self._tenants)} tenants, and at most {TENANTS_MAX} can be")
 
@@ -165,14 +165,7 @@ class Quotas:
         return self._check_namespaces(request.tenant, request.namespaces)
 
     def _check_namespaces(self, tenant: str, namespaces: Iterable[int]) -> list[int]:
-        found = sorted(set(namespaces))
-        if not found or len(found) > TENANT_NAMESPACES_MAX:
-            raise UsageError(
-                f"a tenant has 1 to {TENANT_NAMESPACES_MAX} namespaces, and these are {len(found)}; to end a "
-                "quota, remove it"
-            )
-        if found[0] < 0 or found[-1] >= _U64:
-            raise UsageError("a namespace's id has 64 bits")
+        found = _check_ids(namespaces)
         for name, kept in self._tenants.items():
             taken = set(kept.namespaces).intersection(found)
             if taken and name != tenant:
@@ -225,11 +218,8 @@ class Quotas:
             figures = msgspec.convert(told, _Figures)
         except msgspec.ValidationError as error:
             raise UsageError(f"quota of {store}: {error}; give reserved_bytes, limit_bytes, or both") from error
-        reserved, limit = figures.reserved_bytes, figures.limit_bytes
-        if min(reserved or 0, limit or 0) < 0 or max(reserved or 0, limit or 0) >= _U64 >> 1:
-            raise UsageError(f"quota of {store}: bytes must be 0 or more")
-        if limit is not None and (reserved or 0) > limit:
-            raise UsageError(f"quota of {store}: reserved_bytes ({reserved:,}) exceeds limit_bytes ({limit:,})")
+        _check_bytes(store, figures)
+        reserved = figures.reserved_bytes
         if reserved:
             if capacity is None:
                 raise UsageError(
@@ -344,6 +334,26 @@ def _check_name(tenant: str) -> None:
         )
 
 
+def _check_ids(namespaces: Iterable[int]) -> list[int]:
+    found = sorted(set(namespaces))
+    if not found or len(found) > TENANT_NAMESPACES_MAX:
+        raise UsageError(
+            f"a tenant has 1 to {TENANT_NAMESPACES_MAX} namespaces, and these are {len(found)}; to end a "
+            "quota, remove it"
+        )
+    if found[0] < 0 or found[-1] >= _U64:
+        raise UsageError("a namespace's id has 64 bits")
+    return found
+
+
+def _check_bytes(store: str, figures: _Figures) -> None:
+    reserved, limit = figures.reserved_bytes, figures.limit_bytes
+    if min(reserved or 0, limit or 0) < 0 or max(reserved or 0, limit or 0) >= _U64 >> 1:
+        raise UsageError(f"quota of {store}: bytes must be 0 or more, and have 63 bits at most")
+    if limit is not None and (reserved or 0) > limit:
+        raise UsageError(f"quota of {store}: reserved_bytes ({reserved:,}) exceeds limit_bytes ({limit:,})")
+
+
 def _of_settings(quota: TenantQuota) -> _Kept:
     stores = {name: _Figures(each.reserved_bytes, each.limit_bytes) for name, each in quota.stores.items()}
     namespaces = sorted({int(text, 16) for text in quota.namespaces})
@@ -360,10 +370,19 @@ def _check_may(session: Session) -> None:
 
 def _read(path: Path) -> dict[str, _Kept]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Kept])
+        kept = msgspec.json.decode(path.read_bytes(), type=dict[str, _Kept])
+        owners: dict[int, str] = {}
+        for name, tenant in kept.items():
+            _check_name(name)
+            for namespace in _check_ids(tenant.namespaces):
+                if owners.setdefault(namespace, name) != name:
+                    raise UsageError(f"namespace {namespace:016x} belongs to {owners[namespace]!r} and to {name!r}")
+            for store, figures in tenant.stores.items():
+                _check_bytes(store, figures)
+        return kept
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UsageError) as error:
         raise SettingsError(
             f"cannot read the quotas of tenants from {path}: {error}. Restore the file, or delete it and set the "
             "quotas anew"
