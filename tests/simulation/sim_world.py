@@ -205,6 +205,8 @@ class Task:
 
 world: World | None = None
 real_monotonic = real_time.monotonic
+real_unix_time = real_time.time
+BEGAN_UNIX_S = 1.7e9
 
 
 def monotonic() -> float:
@@ -213,6 +215,11 @@ def monotonic() -> float:
     if current is None or real_threading.current_thread().name.startswith("populat"):
         return real_monotonic()
     return current.now
+
+
+def unix_time() -> float:
+    """Virtual while a schedule runs: the index keeps the second at which an object was last used."""
+    return real_unix_time() if world is None else BEGAN_UNIX_S + world.now
 
 
 class Lock:
@@ -395,6 +402,7 @@ class VirtualThreading:
 def take_over_time() -> None:
     """Before anything of ours is imported: some of it takes `time.monotonic` as a default."""
     real_time.monotonic = monotonic
+    real_time.time = unix_time
 
 
 def take_over_threading() -> None:
