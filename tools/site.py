@@ -260,7 +260,7 @@ def publish(site: Path, into: Path, name: str) -> None:
     """Put a built site beside those of other versions. `versions.json` is what the theme's selector reads."""
     shutil.rmtree(into / name, ignore_errors=True)
     shutil.copytree(site, into / name)
-    names = sorted((path.name for path in into.iterdir() if path.is_dir()), key=_in_order, reverse=True)
+    names = sorted((page.parent.name for page in into.glob("[!.]*/index.html")), key=_in_order, reverse=True)
     told = [{"version": each, "title": each, "aliases": ["latest"] if each == names[0] else []} for each in names]
     (into / "versions.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     (into / "index.html").write_text(
@@ -270,8 +270,10 @@ def publish(site: Path, into: Path, name: str) -> None:
     )
 
 
-def _in_order(name: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", name)]
+def _in_order(name: str) -> tuple[list[int], bool, str]:
+    """1.10 after 1.9, and a release after its candidates."""
+    release = re.match(r"[\d.]*", name)[0]  # type: ignore[index]  # it may be empty
+    return [int(part) for part in re.findall(r"\d+", release)], release == name, name
 
 
 # --- what is fetched ------------------------------------------------------------------------------------------

@@ -61,6 +61,34 @@ def test_the_unit_is_as_closed_as_systemd_can_make_it(unit: Path) -> None:
     run(tool("systemd-analyze"), "security", "--offline=true", "--threshold=20", unit)
 
 
+def calls_of(name: str) -> set[str]:
+    """The system calls of one of systemd's sets, or the one of this name."""
+    if not name.startswith("@"):
+        return {name}
+    told = [line.strip() for line in run(tool("systemd-analyze"), "syscall-filter", name).splitlines()[1:]]
+    return {call for each in told if each and not each.startswith("#") for call in calls_of(each)}
+
+
+def test_the_unit_lets_a_server_open_its_pool_to_a_group() -> None:
+    allowed: set[str] = set()
+    for line in re.findall(r"^SystemCallFilter=(.*)$", UNIT.read_text(), re.MULTILINE):
+        calls = {call for name in line.lstrip("~").split() for call in calls_of(name)}
+        allowed = allowed - calls if line.startswith("~") else allowed | calls
+    assert {"openat", "mmap", "chown", "fchown"} <= allowed
+
+
+def test_a_unit_starts_whatever_is_away_and_leaves_a_pool_that_is_to_be_kept() -> None:
+    lines = re.findall(r"^Exec(\w+)=", UNIT.read_text(), re.MULTILINE)
+    assert lines == ["Start"]
+
+
+def test_an_engines_pod_trusts_the_servers_user() -> None:
+    pod = yaml.safe_load((HERE / "kubernetes/engine-pod.yaml").read_text())
+    server = yaml.safe_load((HERE / "kubernetes/base/daemonset.yaml").read_text())["spec"]["template"]["spec"]
+    told = {each["name"]: each["value"] for each in pod["spec"]["containers"][0]["env"]}
+    assert told["LMCACHE_CORE_SERVER_UID"] == str(server["securityContext"]["runAsUser"])
+
+
 def test_every_flag_and_command_of_the_unit_exists(unit: Path) -> None:
     for line in re.findall(r"^Exec\w+=.*$", UNIT.read_text(), re.MULTILINE):
         words = line[line.index("bin/lmcache-core") :].rstrip("'").split()[1:]

@@ -161,7 +161,7 @@ def _state(settings: Settings) -> Finding:
     from lmcache_core.limits import PAGE_BYTES
 
     folder = settings.state_dir
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))  # not below a closed folder
     kept = folder / f"{settings.name}.epochs"
     cure = f"make {folder} a directory that user {os.geteuid()} may read and write, or move state_dir"
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
