@@ -47,7 +47,7 @@ NATIVE = Extension(
 
 WITHOUT = (
     "lmcache-core is installed without its C extension: a hit costs two calls to the server instead of none, and a "
-    "restarted server begins cold. To have it: apt-get install gcc python3-dev, then "
+    "restarted server starts cold. To have it: apt-get install gcc python3-dev, then "
     "pip install --force-reinstall --no-deps --no-cache-dir and the same again"
 )
 

@@ -33,7 +33,7 @@ enum {
     SLOT_QUARANTINED = 4,
     SLOT_LOADING = 5,
 };
-enum { ADOPTION_PAGE = 4096, ADOPTION_NO_ROW = 0xFFFF, ADOPTION_LAYOUT_ROW = 32 };
+enum { ADOPTION_PAGE = 4096, ADOPTION_NO_ROW = 0xFFFF, ADOPTION_LAYOUT_ROW = 128 };
 
 /* What `claim` says about a slot: an entry's number, or one of these. */
 enum {

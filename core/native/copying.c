@@ -5,6 +5,12 @@
  */
 #include "module.h"
 
+#include <errno.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "copy.h"
 #include "team.h"
 
@@ -186,6 +192,62 @@ static PyObject *checksum_many(PyObject *module, PyObject *args, PyObject *kwarg
     return result;
 }
 
+PyDoc_STRVAR(unreachable_doc,
+             "unreachable(addresses, nbytes, writes=False)\n--\n\n"
+             "The position of the first object of nbytes at these addresses (a buffer of u64) that cannot be read (or\n"
+             "with `writes`, written), because a part of it is mapped no more, lies behind the end of its file, is\n"
+             "read-only, or would need memory that there is not; -1: none. Changes no byte.");
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+/* A futex operation that wakes and moves nobody, and adds 0: the kernel looks at the word as we would, but answers EFAULT
+ * where we would get a signal. */
+static int reaches_word(uintptr_t address, int writes) {
+    static uint32_t own;
+    void *word = (void *)(address & ~(uintptr_t)3);
+    long answer = writes ? syscall(SYS_futex, &own, FUTEX_WAKE_OP_PRIVATE, 0, NULL, word,
+                                   FUTEX_OP(FUTEX_OP_ADD, 0, FUTEX_OP_CMP_EQ, 0))
+                         : syscall(SYS_futex, word, FUTEX_CMP_REQUEUE_PRIVATE, 0, NULL, &own, 0);
+    return answer >= 0 || errno != EFAULT;
+}
+
+/* Touches every page as the copy will, also those that have to be allocated first: a page of a full tmpfs is a signal, too.
+ * Systems before Linux 5.14 look at a word in each page instead. */
+static int reaches(uintptr_t address, size_t nbytes, int writes) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = address & ~(page - 1), last = address + nbytes - 1;
+    int kept = errno, reached;
+    if (madvise((void *)first, last - first + 1, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0)
+        reached = 1;
+    else if (errno != EINVAL)
+        reached = errno != EFAULT && errno != ENOMEM;
+    else
+        for (reached = 1, address = first; reached && address <= last; address += page)
+            reached = reaches_word(address > last - 3 ? last : address, writes);
+    errno = kept;
+    return reached;
+}
+
+static PyObject *unreachable(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"addresses", "nbytes", "writes", NULL};
+    PyObject *given;
+    Py_buffer addresses;
+    Py_ssize_t nbytes, first = -1;
+    int writes = 0;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|p:unreachable", names, &given, &nbytes, &writes) ||
+        copying_sizes(nbytes, 1) < 0 || copying_addresses(given, &addresses, nbytes, "addresses") < 0)
+        return NULL;
+    const uint64_t *starts = addresses.buf;
+    for (Py_ssize_t i = 0; nbytes && first < 0 && i < addresses.len / 8; i++)
+        if (!reaches((uintptr_t)starts[i], (size_t)nbytes, writes))
+            first = i;
+    PyBuffer_Release(&addresses);
+    return PyLong_FromSsize_t(first);
+}
+
 PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(buffer, /)\n--\n\n"
                           "The checksum of a buffer's bytes, as xxhash.xxh3_64_intdigest gives it.");
 
@@ -209,6 +271,7 @@ static PyObject *xxh3_64_of(PyObject *module, PyObject *given) {
 static PyMethodDef copying_functions[] = {
     {"copy_many", (PyCFunction)(void (*)(void))copy_many, METH_VARARGS | METH_KEYWORDS, copy_many_doc},
     {"checksum_many", (PyCFunction)(void (*)(void))checksum_many, METH_VARARGS | METH_KEYWORDS, checksum_many_doc},
+    {"unreachable", (PyCFunction)(void (*)(void))unreachable, METH_VARARGS | METH_KEYWORDS, unreachable_doc},
     {"xxh3_64", xxh3_64_of, METH_O, xxh3_64_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "index_digest.h"
 #include "index_find.h"
 #include "index_lent.h"
 #include "index_write.h"
@@ -588,6 +589,28 @@ static PyObject *index_read_keys(Index *self, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
+/* A filter of all READY entries, into `bits`: whole blocks, a power of two of them. */
+static PyObject *index_digest_entries(Index *self, PyObject *given) {
+    Py_buffer bits;
+    if (PyObject_GetBuffer(given, &bits, PyBUF_WRITABLE) < 0)
+        return NULL;
+    uint64_t blocks = (uint64_t)bits.len / DIGEST_BLOCK_BYTES, ready = 0;
+    PyObject *result = NULL;
+    if (bits.len % DIGEST_BLOCK_BYTES || !blocks || blocks & (blocks - 1) || blocks > DIGEST_BLOCKS_MAX) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes for a digest: it takes %d times a power of two, at most %d",
+                     bits.len, DIGEST_BLOCK_BYTES, DIGEST_BLOCK_BYTES * DIGEST_BLOCKS_MAX);
+    } else if (enter(self)) {
+        Py_BEGIN_ALLOW_THREADS
+        memset(bits.buf, 0, (size_t)bits.len);
+        ready = index_digest(&self->writer.view, bits.buf, blocks);
+        Py_END_ALLOW_THREADS
+        leave(self);
+        result = PyLong_FromUnsignedLongLong(ready);
+    }
+    PyBuffer_Release(&bits);
+    return result;
+}
+
 /* Where this process counts what it finds and reads: a line of the buffer, before the index. None: nowhere. */
 static PyObject *index_count_in(Index *self, PyObject *given) {
     uint64_t offset;
@@ -605,6 +628,26 @@ static PyObject *index_count_in(Index *self, PyObject *given) {
         return PyErr_Format(PyExc_ValueError, "offset %llu is no place for a line of counts in front of the index",
                             (unsigned long long)offset);
     self->counts.line = (_Atomic uint64_t *)(void *)(view->base + offset);
+    Py_RETURN_NONE;
+}
+
+/* Add to words of the line what Python has counted: a dict of amounts by word. */
+static PyObject *index_count(Index *self, PyObject *amounts) {
+    uint64_t sums[TALLY_WORDS] = {0}, word, amount;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    if (!PyDict_Check(amounts))
+        return PyErr_Format(PyExc_TypeError, "give a dict of amounts by word");
+    while (PyDict_Next(amounts, &at, &key, &value)) {
+        if (as_u64(key, "word", &word) < 0 || as_u64(value, "amount", &amount) < 0)
+            return NULL;
+        if (word >= TALLY_WORDS)
+            return PyErr_Format(PyExc_ValueError, "the line has %d words", (int)TALLY_WORDS);
+        sums[word] += amount;
+    }
+    for (int i = 0; self->counts.line && i < TALLY_WORDS; i++)
+        if (sums[i])
+            tally_add(&self->counts, i, sums[i]);
     Py_RETURN_NONE;
 }
 
@@ -1022,7 +1065,9 @@ static PyMethodDef methods[] = {
     {"tidy", FUNCTION(index_tidy_entries), METH_O, "Writer: turn tombstones into empty entries; how many."},
     {"recount", FUNCTION(index_recount_entries), METH_NOARGS, "Writer: count what an earlier one left."},
     {"entry", FUNCTION(index_entry_dict), FAST, "What stands there for a key, or None."},
+    {"digest", FUNCTION(index_digest_entries), METH_O, "Fill a buffer with a filter of what is there; how many there are."},
     {"count_in", FUNCTION(index_count_in), METH_O, "Count what is found and read in the line at an offset, or nowhere."},
+    {"count", FUNCTION(index_count), METH_O, "Add amounts, by word, to the line of counts."},
     {"count_read", FUNCTION(index_count_read), METH_VARARGS, "Count objects, of so many bytes each, that were read."},
     {"close", FUNCTION(index_close), METH_NOARGS, "Let the buffer go, once no call uses it any more."},
     {"_publish_row", FUNCTION(index_publish_row), METH_VARARGS, "For the bench."},

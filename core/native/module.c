@@ -4,7 +4,7 @@
 
 static int module_exec(PyObject *module) {
     if (hashing_add(module) < 0 || copying_add(module) < 0 || index_add(module) < 0 || adoption_add(module) < 0 ||
-        marking_add(module) < 0 || pages_add(module) < 0)
+        marking_add(module) < 0 || pages_add(module) < 0 || waiting_add(module) < 0)
         return -1;
     return 0;
 }

@@ -14,5 +14,6 @@ int index_add(PyObject *module);
 int adoption_add(PyObject *module);
 int marking_add(PyObject *module);
 int pages_add(PyObject *module);
+int waiting_add(PyObject *module);
 
 #endif

@@ -21,6 +21,12 @@ enum {
     TALLY_READ_HITS,
     TALLY_READ_BYTES,
     TALLY_READ_NS,
+    TALLY_PROMPTS, /* from here on Python says how many: `Index.count` */
+    TALLY_PROMPT_TOKENS,
+    TALLY_INDEX_HIT_TOKENS,
+    TALLY_L1_HIT_TOKENS,
+    TALLY_TIER_HIT_TOKENS,
+    TALLY_LOOKUP_MISSES, /* keys */
     TALLY_WORDS = 16,
 };
 
