@@ -26,6 +26,10 @@ def copy_many(targets: Buffer, sources: Buffer, nbytes: int, threads: int = 1, c
 def checksum_many(addresses: Buffer, nbytes: int, threads: int = 1) -> bytes:
     """The xxh3_64 of each object of `nbytes`, as u64, without the GIL. The caller holds the memory."""
 
+def unreachable(addresses: Buffer, nbytes: int, writes: bool = False) -> int:
+    """The position of the first object of `nbytes` at these addresses whose end cannot be read (with `writes`:
+    written) without a signal; -1: none. Changes nothing."""
+
 def xxh3_64(buffer: Buffer, /) -> int:
     """The checksum of a buffer's bytes, as `xxhash.xxh3_64_intdigest` gives it."""
 
@@ -45,7 +49,7 @@ class _Placed(Protocol):
     # checksum: int | None, the xxh3_64 of the bytes; an object without it has an unknown one
     # generation: int, its number among all objects that its key ever has; one without it has an unknown one, 0
 
-Keys = list[bytes] | tuple[bytes, ...] | Buffer  # each of 32 bytes, or all of them in a row
+Keys = Sequence[bytes] | Buffer  # a list or tuple of 32 bytes each (`TypeError` for others), or all of them in a row
 
 @final
 class Index:
@@ -112,9 +116,16 @@ class Index:
         The caller guarantees that each target has room for `nbytes`. Nothing is promised about a target whose byte
         is not 1. `incarnations`: 8 bytes for each key, where the number of the object that was read is put.
         """
+    def digest(self, bits: Buffer, /) -> int:
+        """Fill `bits` with a Bloom filter of everything that is READY, without the GIL; returns how many objects that
+        is. `bits` has 64 bytes times a power of two, up to 2^19: blocks of 512 bits. Of h, the xxh3_64 of the key's 32
+        bytes and the namespace id's 8 (little-endian), block (h >> 45) modulo their number has bit (h >> 9 * i) & 511
+        set for i from 0 to 4. An entry that the writer moves meanwhile may be missing."""
     def count_in(self, offset: int | None, /) -> None:
         """Count in the line of 16 u64 at this offset of the buffer, in front of the index, which this process alone
         writes to: `pool.tally.Tally` says which word is what. None: nowhere, as at first."""
+    def count(self, amounts: dict[int, int], /) -> None:
+        """Add these amounts to words of the line. Nothing is added if one of them is no u64."""
     def count_read(self, hits: int, nbytes: int, /) -> None:
         """So many objects of `nbytes` were read in place, or by a job of pages. They count as one read."""
     def publish(self, objects: Sequence[_Placed], nbytes_by_layout: dict[int, int], now_s: int) -> int:
@@ -288,6 +299,13 @@ class Adoption:
         """The id of the one layout that the namespace's pending objects have; 0 where none is pending."""
 
 # --- marking.c ---
+
+def announce(known: Buffer, word: Buffer, /) -> None:
+    """Count up a word: `known`, the server's own, and `word`, the same in the pool, both of one u64. Wakes all that
+    wait for it, in any process."""
+
+def await_word(word: Buffer, seen: int, seconds: float, /) -> int:
+    """Wait without the GIL until the u64 is not `seen` any more, at most so long; what it is then. May return early."""
 
 def mark_slots(known: Buffer, words: Buffer, offsets: list[int], data_offset: int, word: int, /) -> None:
     """Write the word of the slot at each offset to both tables, aligned buffers of u64 with one for each page from

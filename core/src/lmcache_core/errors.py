@@ -9,9 +9,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar
 
+from lmcache_core.limits import ERROR_CHARS_MAX
+
 __all__ = [
     "CacheError",
-    "ClearedError",
     "DamagedObjectError",
     "DisconnectedError",
     "ForgottenError",
@@ -37,6 +38,18 @@ __all__ = [
 ]
 
 
+def printable(text: str) -> str:
+    """One line that steers no terminal and forges no other line, from a text that others wrote: a service's message, an
+    exception of a plugin. What is not printable (control characters, ends of lines, marks of the writing direction) is
+    a question mark."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def excerpt(text: str) -> str:
+    """As `printable`, and no longer than an error may be: a service may answer with a megabyte."""
+    return printable(text if len(text) <= ERROR_CHARS_MAX else text[: ERROR_CHARS_MAX - 1] + "…")
+
+
 class Retry(StrEnum):
     """Whether the same call may succeed later."""
 
@@ -57,6 +70,11 @@ class CacheError(Exception):
         super().__init__(f"{message}: {cure}" if cure else message)
         if cure:
             self.cure = cure
+
+    @property
+    def happened(self) -> str:
+        """The message without the cure."""
+        return str(self).removesuffix(f": {self.cure}")
 
 
 class UsageError(CacheError, ValueError):
@@ -119,12 +137,6 @@ class LeaseExpiredError(CacheError):
     code = "LEASE_EXPIRED"
 
 
-class ClearedError(CacheError):
-    """A `clear` ended the lease before it was committed; none of its objects became visible."""
-
-    code = "CLEARED"
-
-
 class NotAttachedError(CacheError):
     """The session has not proved that it maps the pool, so it gets no slots."""
 
@@ -183,8 +195,10 @@ class TierError(CacheError):
     code = "TIER"
     retry = Retry.LATER
 
-    def __init__(self, message: str, *, retryable: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, cure: str = "", retryable: bool = True) -> None:
+        super().__init__(
+            excerpt(message), cure=excerpt(cure)
+        )  # the text of a medium's error enters here, of every adapter
         self.retryable = retryable
 
 

@@ -6,7 +6,10 @@ a symbolic link made by an untrusted user. The checked object stays open and is 
 check and the use, only trusted users can change anything.
 
 Trusted are our own uid, root, and the uid named in the settings. A sticky directory may be writable by everybody,
-because nobody can replace another user's files in it.
+because nobody can replace another user's files in it. One that is writable by everybody and not sticky, as Kubernetes
+makes an `emptyDir`, is accepted in two cases: a directory above it is closed to all others; or somebody has named it as
+the runtime directory, or as the one in which that stands. Whoever can write there can take names away and move them, so
+that a server is not found; but what others put there is refused, for everything below still needs a trusted owner.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import socket
 import stat
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import DisconnectedError, UntrustedError, UsageError
+from lmcache_core.guard import on_failure
 
 SERVER_UID_VARIABLE = "LMCACHE_CORE_SERVER_UID"
 _LINKS_MAX = 40  # the same as in the kernel
@@ -59,17 +63,18 @@ class Trust:
 
     uids: frozenset[int]
     is_server: bool = False  # this process makes the directory; changes the wording of the cure
+    named: tuple[Path, ...] = ()  # runtime directories that somebody chose, rather than a default
 
     @classmethod
-    def of_client(cls, server_uid: int | None = None) -> Trust:
+    def of_client(cls, server_uid: int | None = None, named: Path | None = None) -> Trust:
         """Our uid, root, and the uid that the server runs as: given here or in `LMCACHE_CORE_SERVER_UID`."""
-        named = _uid_in(os.environ.get(SERVER_UID_VARIABLE, "")) if server_uid is None else {server_uid}
-        return cls(frozenset({*own_uids(), 0, *named}))
+        other = _uid_in(os.environ.get(SERVER_UID_VARIABLE, "")) if server_uid is None else {server_uid}
+        return cls(frozenset({*own_uids(), 0, *other}), named=() if named is None else (named,))
 
     @classmethod
-    def of_server(cls) -> Trust:
+    def of_server(cls, named: Path | None = None) -> Trust:
         """Our uid and root."""
-        return cls(frozenset({*own_uids(), 0}), is_server=True)
+        return cls(frozenset({*own_uids(), 0}), True, () if named is None else (named,))
 
     # --- paths --------------------------------------------------------------------------------------------
 
@@ -81,8 +86,9 @@ class Trust:
         """
         steps = deque(path.absolute().parts[1:])
         (held, at), inner, links = _open_root(), Descriptor(), 0
+        closed = False  # a directory above this one cannot be entered by others
         try:  # an exception may be kept, and with it the objects that these variables name
-            self._check_directory(os.fstat(held.fileno()), at)
+            self._check_directory(os.fstat(held.fileno()), at, closed)
             while steps:
                 name = steps.popleft()
                 if make_mode and name != "..":
@@ -98,13 +104,14 @@ class Trust:
                         raise UntrustedError(f"{path} leads through more than {_LINKS_MAX} symbolic links")
                     if target.is_absolute():
                         held.close()
-                        held, at = _open_root()
+                        (held, at), closed = _open_root(), False
                     steps.extendleft(reversed(target.parts[1:] if target.is_absolute() else target.parts))
                     continue
                 held.close()
-                held, at = inner, at / name
-                self._check_directory(found, at)
-        except BaseException:
+                held, at, closed = inner, at / name, closed and name != ".."
+                self._check_directory(found, at, closed)
+                closed = closed or (not found.st_mode & 0o001 and not _is_open_to_group(found, 0o010))
+        except BaseException:  # the two that are open by then, which change on the way
             held.close()
             inner.close()
             raise
@@ -113,16 +120,13 @@ class Trust:
     def open_socket_directory(self, path: Path) -> Descriptor:
         """The same for the directory of the socket `path`; also checks the socket's owner and mode."""
         directory = self.open_directory(path.parent)
-        try:
+        with on_failure(directory.close):
             found = os.stat(path.name, dir_fd=directory.fileno(), follow_symlinks=False)
             self._check_owner(found, str(path))
             if not stat.S_ISSOCK(found.st_mode):
                 raise UntrustedError(f"{path} is not a socket, so no lmcache-core server listens there: remove it")
             if found.st_mode & 0o002:
                 raise UntrustedError(f"the socket {path} is open to everybody, and no lmcache-core server makes it so")
-        except BaseException:
-            directory.close()
-            raise
         return directory
 
     def check_ipc(self, address: str) -> None:
@@ -135,7 +139,7 @@ class Trust:
         if not path.startswith("/"):
             raise UntrustedError(f"{address} has no owner to check: give the absolute path of a socket")
         try:
-            self.open_socket_directory(Path(path)).close()
+            replace(self, named=(*self.named, Path(path).parent)).open_socket_directory(Path(path)).close()
         except OSError as error:
             raise DisconnectedError(
                 f"the server at {address} does not answer; is it running? ({error.strerror})"
@@ -148,20 +152,29 @@ class Trust:
         if found.st_nlink and found.st_mode & 0o002:  # nobody can open an unlinked file without being given it
             raise UntrustedError(f"{what} is writable by everybody, and no lmcache-core server makes it so: remove it")
 
-    def _check_directory(self, found: os.stat_result, path: Path) -> None:
+    def _check_directory(self, found: os.stat_result, path: Path, closed: bool) -> None:
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(20, "Not a directory", str(path))
         self._check_owner(found, f"the directory {path}")
-        if found.st_mode & stat.S_ISVTX:
+        if found.st_mode & stat.S_ISVTX or closed:
             return
-        # A user's private group has the same number as the user, in every distribution that has such groups.
-        by_group = found.st_mode & 0o020 and found.st_gid not in (0, found.st_uid)
-        if found.st_mode & 0o002 or by_group:
+        if found.st_mode & 0o002 or _is_open_to_group(found, 0o020):
+            if self._is_named(found):
+                return
             who, cure = ("everybody", "o-w") if found.st_mode & 0o002 else (f"all of group {found.st_gid}", "g-w")
             raise UntrustedError(
                 f"the directory {path} is writable by {who}, who could replace the server by another one: "
-                f"chmod {cure} it, or set runtime_dir (LMCACHE_CORE_RUNTIME_DIR) elsewhere"
+                f"chmod {cure} it, or set runtime_dir (LMCACHE_CORE_RUNTIME_DIR) elsewhere, or to it"
             )
+
+    def _is_named(self, found: os.stat_result) -> bool:
+        """Whether it is a directory that somebody named, or the one in which that stands."""
+        for named in self.named:
+            for path in (named, named.parent):
+                with contextlib.suppress(OSError):  # it is still to be made
+                    if os.path.samestat(found, path.stat()):
+                        return True
+        return False
 
     def _check_owner(self, found: os.stat_result, what: str) -> None:
         if found.st_uid not in self.uids:
@@ -186,7 +199,7 @@ class Trust:
         return f"if the server should run as that user, connect with server_uid={uid} ({SERVER_UID_VARIABLE}={uid})"
 
 
-def words_for_stranger(uid: int) -> str:
+def refusal_message(uid: int) -> str:
     """The message of a server to a process that it refuses."""
     if uid == overflow_uid():
         return (
@@ -203,6 +216,12 @@ def peer_uid(sock: socket.socket) -> int:
     """The uid of the process at the other end of a Unix socket, according to the kernel."""
     uid: int = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     return uid
+
+
+def _is_open_to_group(found: os.stat_result, bit: int) -> bool:
+    """Whether the permission `bit` of the group is for others, too: a user's private group has the same number as the
+    user, in every distribution that has such groups."""
+    return bool(found.st_mode & bit) and found.st_gid not in (0, found.st_uid)
 
 
 def _uid_in(text: str) -> set[int]:

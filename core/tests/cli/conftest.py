@@ -48,6 +48,7 @@ ACME = """
 """
 PARTS = """
     from pydantic import BaseModel, ConfigDict, Field, SecretStr
+    from lmcache_core import Finding, TierError
     from lmcache_core.tiers.contract import Capabilities
 
     class AcmeSettings(BaseModel):
@@ -55,8 +56,25 @@ PARTS = """
         bucket: str = Field(description="where objects go")
         token: SecretStr | None = Field(None, description="who we are")
 
-    class AcmeAdapter:
+    class AcmeAdapter:  # as much of one as commands use
         capabilities = Capabilities(ttl=True, scan=False)
+
+        def __init__(self, settings, context):
+            self.bucket = settings.bucket
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def medium(self):
+            return self.bucket
+
+        def check(self, deadline):
+            if self.bucket == "gone":
+                raise TierError("there is no such bucket", cure="create it")
+            yield Finding(True, "", "it answers")
 """
 BENCH = """
     def add_options(parser):

@@ -14,7 +14,6 @@ import pytest
 from lmcache_core.cli.bench import add_bench
 from lmcache_core.cli.bench.harness import Bench, machine, number
 from lmcache_core.cli.lazy import LazyParser
-from lmcache_core.cli.table import plain_table, print_table
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -102,7 +101,7 @@ def test_a_bench_module_is_imported_only_when_it_was_chosen() -> None:
         parser.parse_args(["chosen"])
 
 
-def test_the_machine_is_described() -> None:
+def test_a_bench_report_names_cores_memory_and_processor() -> None:
     here = machine()
     assert here["cores"] >= 1
     assert here["memory"] > 1 << 28
@@ -125,40 +124,9 @@ def test_figures_have_three_digits(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
-def test_columns_that_wrap_share_what_there_is_and_break_no_word_that_fits() -> None:
-    rows = [["ok", "eviction_policy", "a word " * 30, "a cure " * 20], ["ok", "lru", "well", ""]]
-    table = plain_table(("", "subject", "finding", "cure"), rows)
-    first = table.splitlines()[1].split("  ")
-    assert [len(dashes) for dashes in first] == [2, 15, 28, 29]
-    assert "eviction_policy" in table
-
-
-def test_a_plain_table_cuts_nothing_off() -> None:
-    text = plain_table(("a", "n"), [("x" * 200, "1"), ("[red]", "22")], title="t", right=(1,))
-    assert text.splitlines() == [
-        "t",
-        "a" + " " * 75 + "   n",
-        "-" * 76 + "  --",
-        "x" * 76 + "   1",
-        "x" * 76,
-        "x" * 48,
-        "[red]" + " " * 71 + "  22",
-    ]
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_on_a_terminal_rich_draws_the_table_and_leaves_brackets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "80")
-    out = Terminal()
-    print_table(("name", "n"), [("[red]x[/red]", "1")], title="a title", right=(1,), stream=out)
-    assert "[red]x[/red]" in out.getvalue()
-    assert "a title" in out.getvalue()
-    assert "┃" in out.getvalue()
 
 
 @pytest.mark.parametrize("without_rich", [False, True])

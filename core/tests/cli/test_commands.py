@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 
 import lmcache_core
-from lmcache_core.cli import check
-from lmcache_core.cli.main import build_parser
+from lmcache_core.cli import check, clean
+from lmcache_core.cli.lazy import add_command
+from lmcache_core.cli.main import ELSEWHERE, build_parser
 from lmcache_core.errors import PluginError
 from lmcache_core.native import native
 from lmcache_core.plugins.hookspecs import hookimpl
 from lmcache_core.plugins.records import Refusal
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.plugins.suggest import install_command
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.settings.compose import make_settings
 
@@ -39,7 +42,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_version(run: Run) -> None:
+def test_version_prints_the_version_of_the_package(run: Run) -> None:
     assert run("--version").stdout == f"lmcache-core {lmcache_core.__version__}\n"
 
 
@@ -66,6 +69,55 @@ def test_bare_help_imports_nothing_heavy(environ: dict[str, str], tmp_path: Path
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
+def test_asking_a_server_reads_no_settings_where_there_is_no_file(environ: dict[str, str], tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from lmcache_core.cli.main import main\n"
+        "main(['status', '--name', 'nobody'])\n"
+        "print('READERS', sorted({'pydantic', 'pydantic_settings'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "READERS []"
+
+
+def test_a_command_that_asks_a_server_finds_it_as_serve_does(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "server.env").write_text("LMCACHE_CORE_NAME=of-the-env-file\n")
+    (tmp_path / "lmcache.yaml").write_text("name: of-the-file\n")
+    assert "/of-the-file/" in run("status", "--config", "lmcache.yaml").stderr
+    assert "/of-the-env-file/" in run("status", "--config", "lmcache.yaml", "--env-file", "server.env").stderr
+    assert "/of-the-env-file/" in run("status", env={"LMCACHE_CORE_ENV_FILE": "server.env"}).stderr
+    assert (
+        "/of-the-variable/"
+        in run("status", "--env-file", "server.env", env={"LMCACHE_CORE_NAME": "of-the-variable"}).stderr
+    )
+    assert "absent.env cannot be read" in run("status", "--name", "a", "--env-file", "absent.env").stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "command is missing: serve, status, explain, "),
+        ("tiers", "action is missing: list, add, reconfigure, drain, remove: see lmcache-core tiers --help"),
+        ("statsu", "there is no command 'statsu': did you mean 'status'?"),
+        ("tiers lst", "there is no action 'lst': did you mean 'list'?"),
+        ("zzz", "there is no command 'zzz': see lmcache-core --help"),
+    ],
+)
+def test_a_missing_or_misspelt_command_is_refused_with_what_there_is(run: Run, line: str, said: str) -> None:
+    done = run(*line.split())
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "choose from" not in done.stderr
+
+
+def test_help_is_a_command_too_and_the_package_runs_as_a_module(run: Run, environ: dict[str, str]) -> None:
+    assert run("help").stdout == run("--help").stdout
+    assert run("help", "tiers", "add").stdout == run("tiers", "add", "--help").stdout
+    words = [sys.executable, "-m", "lmcache_core", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout == run("--version").stdout
+
+
 def test_a_plugin_s_command_runs_and_gives_its_exit_status(run: Run) -> None:
     done = run("acme-hello", "--to", "all")
     assert (done.returncode, done.stdout) == (7, "hello all\n")
@@ -84,6 +136,47 @@ def test_a_plugin_cannot_take_the_name_of_a_command() -> None:
     assert parser.parse_known_args(["serve"])[0].takes_settings
 
 
+def with_command(name: str) -> Registry:
+    """A plugin that adds this command, whose module is `clean`'s."""
+
+    class Acme:
+        @hookimpl
+        def lmcache_add_commands(self, subparsers: Any) -> None:
+            add_command(subparsers, name, "what Acme adds", clean.__name__)
+
+    registry = Registry()
+    registry.register(Acme(), "acme")
+    return registry
+
+
+def test_a_plugin_adds_a_command_below_plugins() -> None:
+    registry = with_command("plugins acme")
+    parser = build_parser(registry)
+    assert registry.faults == []
+    arguments, rest = parser.parse_known_args(["plugins", "acme", "--nothing"])
+    assert rest == ["--nothing"]
+    assert arguments.command_parser.prog == "lmcache-core plugins acme"
+    assert "what Acme adds" in parser.parse_known_args(["plugins"])[0].command_parser.format_help()
+
+
+@pytest.mark.parametrize("name", ["plugins show", "tiers acme", "nothing acme"])
+def test_a_command_that_cannot_be_added_is_a_fault_of_its_plugin(name: str) -> None:
+    registry = with_command(name)
+    parser = build_parser(registry)
+    assert name.split()[-1] in str(registry.faults[0])
+    shown = parser.parse_known_args(["plugins", "show", "acme"])[0]
+    assert shown.command_parser.description != "what Acme adds"
+    assert shown.name == "acme"
+
+
+def test_the_kit_without_its_package_says_what_to_install() -> None:
+    parser = build_parser(Registry())
+    arguments, _ = parser.parse_known_args(["plugins", "certify", "cold", "--kit=quick", "--json"])
+    with pytest.raises(PluginError, match="'plugins certify' comes with lmcache-testing: pip install "):
+        arguments.run(arguments)
+    assert "certify" not in parser.parse_known_args(["plugins"])[0].command_parser.format_help()
+
+
 def test_a_reader_that_goes_away_is_no_traceback(environ: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmcache_core.cli.main", "config"]
     read_end, write_end = os.pipe()
@@ -95,20 +188,19 @@ def test_a_reader_that_goes_away_is_no_traceback(environ: dict[str, str], tmp_pa
     assert done.stderr == b""
 
 
-def test_demo_without_its_package_says_what_to_install() -> None:
+@pytest.mark.parametrize(("name", "requirement"), ELSEWHERE.items(), ids=ELSEWHERE)
+def test_a_command_without_its_package_says_what_to_install(name: str, requirement: str) -> None:
     parser = build_parser(Registry())
-    arguments, _ = parser.parse_known_args(["demo", "--json"])
-    with pytest.raises(PluginError, match=r"pip install 'lmcache-transformers\[demo\]'"):
+    arguments, _ = parser.parse_known_args([*name.split(), "--json"])
+    with pytest.raises(PluginError, match=re.escape(f": {install_command(requirement)}")):
         arguments.run(arguments)
-    assert "demo" not in parser.format_help()
+    assert f"\n    {name}" not in parser.format_help()
 
 
-def test_a_bench_without_its_package_says_what_to_install() -> None:
-    parser = build_parser(Registry())
-    for words in (["bench"], ["bench", "copy", "--quick"]):
-        arguments, _ = parser.parse_known_args(words)
-        with pytest.raises(PluginError, match=r"pip install '?lmcache-bench"):
-            arguments.run(arguments)
+def test_bench_without_any_says_what_to_install() -> None:
+    arguments, _ = build_parser(Registry()).parse_known_args(["bench"])
+    with pytest.raises(PluginError, match="pip install lmcache-bench"):
+        arguments.run(arguments)
 
 
 def test_demo_whose_package_was_refused_says_why() -> None:
@@ -119,17 +211,18 @@ def test_demo_whose_package_was_refused_says_why() -> None:
         arguments.run(arguments)
 
 
-@pytest.mark.parametrize("command", ["status", "explain", "tiers list", "tiers drain", "warm"])
+@pytest.mark.parametrize("command", ["status", "explain", "tiers list", "tiers drain"])
 def test_every_command_that_asks_a_server_can_be_told_whose_it_is(run: Run, command: str) -> None:
     assert "--server-uid UID" in run(*command.split(), "--help").stdout
 
 
-@pytest.mark.parametrize("command", ["status", "quota set team", "tiers drain cold", "trace info x"])
+@pytest.mark.parametrize("command", ["status", "quota set team", "tiers drain cold", "plugins show x"])
 def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run, command: str) -> None:
     done = run(*command.split(), "--l1.size_bytes", "1")
     assert done.returncode == 2
     named = " ".join(command.split()[: 1 if command == "status" else 2])
-    assert f"unrecognized arguments: --l1.size_bytes 1: see lmcache-core {named} --help" in done.stderr
+    assert "unrecognized arguments: --l1.size_bytes 1: " in done.stderr
+    assert f" see lmcache-core {named} --help" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])
@@ -190,6 +283,9 @@ def test_plugins_lists_versions_components_capabilities_and_refusals(run: Run) -
     assert serde["name"] == "no_library"
     refused = {each["name"]: each for each in listed["refused"]}
     assert "a_library_that_is_not_there" in refused["broken"]["why"]
+    for words in (["plugins", "list", "--json"], ["plugins", "--json", "list"]):
+        again = json.loads(run(*words).stdout)["plugins"]
+        assert [each["name"] for each in again] == [each["name"] for each in listed["plugins"]]
     table = run("plugins").stdout
     for word in ("lmcache-acme", "1.5", "l2 adapter", "thread_safe", "a_library_that_is_not_there"):
         assert word in table
@@ -280,6 +376,13 @@ def test_check_tells_what_is_wrong_with_its_cure(run: Run) -> None:
     assert "NOT OK" in run("check", *POOL, *ACME, env={"ACME": "down"}).stdout
 
 
+def test_check_asks_each_tiers_adapter_for_its_medium(run: Run) -> None:
+    well = findings(run("check", "--json", *POOL, *ACME))["tier 'cold' (b)"]
+    assert (well["ok"], well["message"]) == (True, "it answers")
+    gone = findings(run("check", "--json", *POOL, *ACME[:-1], "gone"))["tier 'cold' (gone)"]
+    assert (gone["ok"], gone["message"], gone["cure"]) == (False, "there is no such bucket", "create it")
+
+
 def test_check_survives_a_check_that_raises(run: Run) -> None:
     done = run("check", "--json", *POOL, *ACME, env={"ACME": "raises"})
     assert done.returncode == 1
@@ -307,7 +410,7 @@ def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     record = registry.register(Hangs(), "hangs")
     monkeypatch.setattr(check, "CHECK_S", 0.05)
     try:
-        (finding,) = check.asked(registry, record, make_settings())
+        (finding,) = check.findings_of(registry, record, make_settings())
     finally:
         release.set()
     assert not finding.ok
@@ -359,7 +462,11 @@ def test_serve_says_when_it_is_ready_answers_status_and_ends_on_sigterm(
             assert server.wait(60) == 0
             logged = server.stderr.read()
             assert "plugin not in use: broken (lmcache-broken 1.5)" in logged
-            for word in (f"'{name}' serves a pool of 4,194,304 bytes", f"'{name}' drains", f"'{name}' ends"):
+            for word in (
+                f"'{name}' serves a pool of 4,194,304 bytes",
+                f"'{name}' is shutting down",
+                f"'{name}' closes",
+            ):
                 assert word in logged
         finally:
             if server.poll() is None:
@@ -389,14 +496,6 @@ def test_a_server_that_is_ended_as_it_starts_leaves_nothing(
 def test_a_variable_with_one_underscore_too_few_is_refused_by_its_right_name(run: Run) -> None:
     refusal = one_line(run("config", env={"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB"}))
     assert "write LMCACHE_CORE_L1__SIZE_BYTES" in refusal
-
-
-def test_simulate_compares_all_policies_that_are_named(run: Run) -> None:
-    small = ["--synthetic", "sessions=4,turns=2", "--capacity", "10", "--capacity", "20"]
-    done = run("simulate", *small, "--policy", "lru", "--policy", "noop", "--json")
-    assert sorted((row["policy"], row["capacity"]) for row in json.loads(done.stdout)) == [
-        ("lru", 10), ("lru", 20), ("noop", 10), ("noop", 20),
-    ]  # fmt: skip
 
 
 def test_status_without_a_server_is_one_line(run: Run) -> None:

@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.plugins.components import Finding
 from lmcache_core.plugins.registry import Registry
+from lmcache_testing.embedded import Json
 
 # What is wrong, a part of what is said of it, and of what is to be done.
 WRONG: list[tuple[list[str], str, str]] = [
     (["--l1.sise_bytes", "1GiB"], "--l1.sise_bytes is not a setting", "did you mean '--l1.size_bytes'?"),
-    (["--l1.size_bytes", "999TiB"], "the L1 pool needs", "make the pool smaller"),
-    (["--l1.size_bytes", "0"], "pool 'check' of 0 bytes is smaller than one slab", "give it at least 1,048,576"),
+    (["--l1.size_bytes", "60TiB"], "pool 'default' needs 6", "make the pool smaller"),
+    (["--l1.size_bytes", "0"], "pool 'default' of 0 bytes is smaller than one slab", "give it at least 1,048,576"),
     (["--l1.eviction.type", "lru", "--chunk_tokens", "0"], "chunk_tokens", "correct it where it is set"),
     (["--l1.eviction.type", "lrrru"], "there is no eviction_policy 'lrrru'", "did you mean 'lru'?"),
     (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that has it"),
@@ -31,11 +31,11 @@ WRONG: list[tuple[list[str], str, str]] = [
 ]
 
 
-def findings(*words: str, cwd: Path) -> list[dict[str, Any]]:
+def findings(*words: str, cwd: Path, status: int = 1) -> list[Json]:
     argv = [sys.executable, "-m", "lmcache_core.cli.main", "check", "--json", *words]
     done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+    assert done.returncode == status, done.stdout + done.stderr
+    found: list[Json] = json.loads(done.stdout)["findings"]
     return found
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
 
 def test_a_finding_that_is_none_is_to_be_reported() -> None:
     from lmcache_core import PluginInfo, hookimpl
-    from lmcache_core.cli.check import asked
+    from lmcache_core.cli.check import findings_of
     from lmcache_core.settings.compose import make_settings
 
     class Plugin:
@@ -69,11 +69,31 @@ def test_a_finding_that_is_none_is_to_be_reported() -> None:
             return PluginInfo()
 
         @hookimpl
-        def lmcache_check(self, settings: Any) -> Any:
+        def lmcache_check(self, settings: object) -> str:
             return "all is well"
 
     registry = Registry()
     record = registry.register(Plugin(), "odd", distribution="lmcache-odd", version="1.0")
-    assert [*asked(registry, record, make_settings())] == [
+    assert [*findings_of(registry, record, make_settings())] == [
         Finding(False, "plugin odd", "its check yielded a str, not a Finding", f"report it to {record}")
     ]
+
+
+def test_a_tier_that_takes_no_opaque_bytes_is_named_before_an_engine_comes(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs a tier")
+    pytest.importorskip("lmcache_fp8", reason="needs a serde that does not take everything")
+    tiers = [
+        "--l1.size_bytes",
+        "4MiB",
+        "--l2.cold.type",
+        "mock",
+        "--l2.warm.type",
+        "mock",
+        "--state_dir",
+        str(tmp_path),
+    ]
+    found = findings(*tiers, "--l2.cold.serde", "fp8", cwd=tmp_path, status=0)
+    (named,) = [each for each in found if "opaque bytes" in each["message"]]
+    assert named["subject"] == "tier 'cold'"
+    assert "fp8 takes bfloat16, float16, float32" in named["message"]
+    assert named["cure"].startswith("for such engines take it out of l2.cold.serde")

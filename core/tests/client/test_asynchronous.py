@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,18 @@ import pytest
 
 from lmcache_core import AsyncClient, Client, Layout, Namespace, PageGroup, Region, Server
 from lmcache_core.client.asynchronous import elsewhere
-from lmcache_core.client.lookups import LookupHandle
-from lmcache_core.client.page_jobs import RetrieveJob
+from lmcache_core.client.find.lookups import LookupHandle
+from lmcache_core.client.move.page_jobs import RetrieveJob
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError
 from lmcache_core.native import native
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.settings.compose import make_settings
 
 from .conftest import locks_of
 
 NBYTES = 4096
 SPACE = Namespace("asynchronous", Layout("uint8", (NBYTES,)))
 KEYS = [bytes([number]) * 32 for number in range(8)]
-AT_ONCE = {"lookup_nowait", "companions"}  # of Client, what never waits and is called there
+AT_ONCE = {"lookup_nowait", "lookup_many_nowait", "companions"}  # of Client, what never waits and is called there
 
 
 def content(key: bytes) -> bytes:
@@ -41,18 +39,12 @@ def content(key: bytes) -> bytes:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"a{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20, "backing": "memfd"}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
+def server(start: Callable[..., Server]) -> Server:
+    return start(l1={"backing": "memfd"}, drain_s=0.1)
 
 
 def connect(server: Server, **options: Any) -> AsyncClient:
-    return AsyncClient.connect(server.settings.name, runtime_dir=server.settings.runtime_dir, **options)
+    return AsyncClient.connect(server.parts.settings.name, runtime_dir=server.parts.settings.runtime_dir, **options)
 
 
 def test_every_method_of_a_client_is_there_with_its_parameters() -> None:
@@ -87,7 +79,7 @@ def test_what_is_stored_is_found_and_read(server: Server) -> None:
 
 
 @pytest.mark.parametrize("use_index", [True, False])
-def test_pages_go_both_ways(server: Server, use_index: bool) -> None:
+def test_async_pages_store_and_retrieve_the_same_bytes(server: Server, use_index: bool) -> None:
     async def run() -> None:
         memory = bytearray(b"".join(map(content, KEYS)))
         regions = [Region(memory, 0, NBYTES, NBYTES, len(KEYS))]
@@ -137,7 +129,7 @@ def stopped(tmp_path: Path) -> Iterator[Any]:
             process.kill()
 
 
-def test_the_event_loop_goes_on_while_a_hung_server_is_waited_for(stopped: Any) -> None:
+def test_the_event_loop_goes_on_while_a_hung_server_is_waited_for(stopped: Server) -> None:
     process, name, runtime_dir = stopped
 
     async def run() -> None:
@@ -186,7 +178,7 @@ def test_a_cancelled_call_ends_when_it_writes_no_more(server: Server, monkeypatc
                 await task
             assert written.is_set()
 
-    async def _call(slowly: Any, keys: Any, into: Any) -> Any:
+    async def _call(slowly: Any, keys: Sequence[bytes], into: Any) -> Any:
         from functools import partial
 
         return await elsewhere(Client.connect("nobody"), partial(slowly, keys, into, namespace=SPACE))
@@ -246,7 +238,7 @@ def test_a_lease_that_a_cancelled_task_would_have_got_is_closed(server: Server, 
 
 
 def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_as_forgotten(server: Server) -> None:
-    complaints: list[dict[str, Any]] = []
+    complaints: list[dict[str, object]] = []
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
@@ -320,12 +312,12 @@ def test_a_task_that_is_collected_inside_of_a_lock_holds_nobody_up(
         monkeypatch.setattr(RetrieveJob, "done", lambda job: False)
         monkeypatch.setattr(LookupHandle, "done", False)
         pages = awaited.register_pages([PageGroup(SPACE, [Region(bytearray(NBYTES), 0, NBYTES, NBYTES, 1)], 1)])
-        task: Any = {
+        task = {
             "lookup": lambda: awaited.lookup(KEYS, namespace=SPACE, hold=True),
             "pages": lambda: pages.retrieve([(0, KEYS[:1], [0])]),
         }[what]()
         task.send(None)
-        cycle: list[Any] = [task]
+        cycle: list[object] = [task]
         cycle.append(cycle)
         del task, cycle
         link = client.links.current()
@@ -344,10 +336,10 @@ def test_a_task_that_is_collected_inside_of_a_lock_holds_nobody_up(
         assert client.status()["l1"]["leases_by_kind"] == dict.fromkeys(client.status()["l1"]["leases_by_kind"], 0)
 
 
-def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped: Any) -> None:
+def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped: Server) -> None:
     process, name, runtime_dir = stopped
     client = AsyncClient.connect(name, runtime_dir=runtime_dir, call_timeout_s=60)
-    hung, ended = threading.Event(), []
+    read, hung, ended = threading.Event(), threading.Event(), []
 
     async def connected() -> None:
         while not await client.register_layout(SPACE):
@@ -359,6 +351,7 @@ def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped:
         assert (await client.retrieve(KEYS, into, namespace=SPACE)).hits == len(KEYS)
         assert [bytes(each) for each in into] == [content(key) for key in KEYS]
         assert (await client.lookup([b"x" * 32], namespace=SPACE)).hits == 0
+        read.set()
         while not hung.is_set():
             await asyncio.sleep(0.001)
         asked = [client.lookup([b"y" * 32], namespace=SPACE, hold=True), client.status(), client.clear(SPACE)]
@@ -368,6 +361,7 @@ def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped:
     other = threading.Thread(target=asyncio.run, args=(ask(),))
     other.start()
     asyncio.run(connected())
+    assert read.wait(60)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may answer
     hung.set()
@@ -383,7 +377,7 @@ def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped:
     assert all(isinstance(each, CacheError) for each in ended[1:])
 
 
-def test_a_cancelled_lookup_is_cancelled_at_the_server(stopped: Any) -> None:
+def test_a_cancelled_lookup_is_cancelled_at_the_server(stopped: Server) -> None:
     process, name, runtime_dir = stopped
 
     async def run() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,16 @@ import numpy as np
 import pytest
 
 from lmcache_core import PageGroup, Region
-from lmcache_core.client import devices
-from lmcache_core.client import pages as pages_room
 from lmcache_core.client.client import Client
-from lmcache_core.client.pages import Pages
+from lmcache_core.client.move import devices
+from lmcache_core.client.move import pages as pages_room
+from lmcache_core.client.move.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import StaleRegionError, UsageError
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.processes import ServerProcess
 
 pytestmark = pytest.mark.skipif(native is None, reason="pages of a GPU are copied by the C extension")
 WAIT_S = 60.0
@@ -36,7 +37,7 @@ LAYERS, BLOCKS, PAGE, STRIDE = 3, 24, 5000, 5376
 BYTES = LAYERS * BLOCKS * STRIDE
 
 
-def until(condition: Callable[[], Any]) -> None:
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -54,7 +55,7 @@ def why_no_gpu() -> str:
 class HostMemory:
     """Of a device that is none."""
 
-    def __init__(self, driver: Any, nbytes: int = BYTES, there: int | None = None) -> None:
+    def __init__(self, driver: CDLL, nbytes: int = BYTES, there: int | None = None) -> None:
         self._driver = driver
         self.address = driver.host_allocate(nbytes, there)
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(driver.host_bytes(self.address)))
@@ -104,7 +105,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
     monkeypatch.setattr(devices, "LIBRARY", str(library))
     loaded = ctypes.CDLL(str(library))
     for name in ("host_allocate", "host_bytes", "host_last_recorded"):
@@ -123,7 +124,7 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(
     params=["host", pytest.param("cuda", marks=pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu()))]
 )
-def make_memory(request: pytest.FixtureRequest) -> Callable[[], Any]:
+def make_memory(request: pytest.FixtureRequest) -> Callable[[], object]:
     if request.param == "cuda":
         return CudaMemory
     driver = request.getfixturevalue("driver")
@@ -156,7 +157,7 @@ def keys_of(count: int) -> list[bytes]:
     return [os.urandom(32) for _ in range(count)]
 
 
-def random_bytes() -> Any:
+def random_bytes() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng().integers(0, 256, BYTES, np.uint8)
 
 
@@ -183,7 +184,7 @@ def test_what_is_stored_and_retrieved_is_what_plain_indexing_gives(
     pages = registered(client, memory)
     source, target = [5, 6, 0, 9, 3, 17], [20, 4, 11, 12, 0, 2]
     keys, before = stored(pages, memory, source)
-    job = pages.retrieve_start([(0, keys, target, 1)], order=order, verify=verify)  # the first page is left alone
+    job = pages.retrieve_start([(0, keys, target, 1)], order=order, verify=verify)  # the first page is not written
     for layer in range(LAYERS):
         assert job.wait_region(layer, WAIT_S)
     assert job.wait(WAIT_S)
@@ -251,7 +252,7 @@ def test_pages_are_read_behind_the_current_stream_of_torch_into_a_pinned_pool(cl
 # --- streams, and when a job is done ----------------------------------------------------------------------------
 
 
-def test_pages_are_written_behind_what_the_stream_was_given(client: Client, driver: Any) -> None:
+def test_pages_are_written_behind_what_the_stream_was_given(client: Client, driver: CDLL) -> None:
     memory = HostMemory(driver)
     pages = registered(client, memory)
     keys, before = stored(pages, memory, [1, 2, 3, 4])
@@ -265,7 +266,7 @@ def test_pages_are_written_behind_what_the_stream_was_given(client: Client, driv
     assert (page_of(memory.bytes, 2, 4) == page_of(before, 2, 4)).all()
 
 
-def test_pages_are_read_behind_what_the_stream_was_given(client: Client, driver: Any) -> None:
+def test_pages_are_read_behind_what_the_stream_was_given(client: Client, driver: CDLL) -> None:
     memory, results = HostMemory(driver), []
     pages, keys, computed = registered(client, memory), keys_of(2), random_bytes()
     driver.host_engine_begins()
@@ -281,7 +282,7 @@ def test_pages_are_read_behind_what_the_stream_was_given(client: Client, driver:
     assert (page_of(memory.bytes, 1, 3) == page_of(computed, 1, 3)).all()
 
 
-def test_a_region_is_done_when_its_copies_have_landed(client: Client, driver: Any) -> None:
+def test_a_region_is_done_when_its_copies_have_landed(client: Client, driver: CDLL) -> None:
     memory = HostMemory(driver)
     pages = registered(client, memory)
     keys, _ = stored(pages, memory, [1, 2, 3, 4])
@@ -294,7 +295,7 @@ def test_a_region_is_done_when_its_copies_have_landed(client: Client, driver: An
     assert job.wait(WAIT_S)
 
 
-def test_when_cancel_returns_no_copy_is_on_its_way(client: Client, driver: Any) -> None:
+def test_when_cancel_returns_no_copy_is_on_its_way(client: Client, driver: CDLL) -> None:
     memory = HostMemory(driver)
     pages = registered(client, memory)
     keys, _ = stored(pages, memory, [1, 2, 3, 4])
@@ -317,7 +318,7 @@ def test_when_cancel_returns_no_copy_is_on_its_way(client: Client, driver: Any) 
         assert status is Status.HIT or touched <= set(result.untrusted[0])
 
 
-def test_what_leaves_the_pool_before_a_copy_lands_is_not_trusted(server: ServerProcess, driver: Any) -> None:
+def test_what_leaves_the_pool_before_a_copy_lands_is_not_trusted(server: ServerProcess, driver: CDLL) -> None:
     memory = HostMemory(driver)
     with server.client() as client:
         pages = registered(client, memory)
@@ -337,7 +338,7 @@ def test_what_leaves_the_pool_before_a_copy_lands_is_not_trusted(server: ServerP
 
 @pytest.mark.parametrize("copies", [0, 3])
 def test_a_device_that_refuses_ends_the_job_and_the_log_has_its_words(
-    client: Client, driver: Any, caplog: pytest.LogCaptureFixture, copies: int
+    client: Client, driver: CDLL, caplog: pytest.LogCaptureFixture, copies: int
 ) -> None:
     memory = HostMemory(driver)
     pages = registered(client, memory)
@@ -359,7 +360,7 @@ def test_a_device_that_refuses_ends_the_job_and_the_log_has_its_words(
 # --- memory that is given back ----------------------------------------------------------------------------------
 
 
-def test_memory_that_was_given_back_is_refused_until_it_is_registered_anew(client: Client, driver: Any) -> None:
+def test_memory_that_was_given_back_is_refused_until_it_is_registered_anew(client: Client, driver: CDLL) -> None:
     memory = HostMemory(driver)
     pages = registered(client, memory)
     keys, before = stored(pages, memory, [1, 2, 3, 4])
@@ -403,8 +404,8 @@ def refused(client: Client, words: str, *regions: Region) -> None:
         client.register_pages([PageGroup(space_of(512 * len(regions)), regions, 1)])
 
 
-def test_what_cannot_be_copied_on_a_device_is_refused_in_words(
-    server: ServerProcess, driver: Any, monkeypatch: pytest.MonkeyPatch
+def test_an_impossible_device_copy_is_refused_with_a_message(
+    server: ServerProcess, driver: CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, here = HostMemory(driver), bytearray(4096)
     strided, alien = HostMemory(driver), HostMemory(driver)
@@ -423,7 +424,7 @@ def test_what_cannot_be_copied_on_a_device_is_refused_in_words(
 
 
 def test_without_a_driver_the_error_says_what_to_do(
-    server: ServerProcess, driver: Any, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, driver: CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = HostMemory(driver)
     monkeypatch.setattr(devices, "LIBRARY", "libcuda_that_is_not_there.so.1")

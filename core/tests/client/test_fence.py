@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
 
 NBYTES = 1 << 16
@@ -21,13 +18,8 @@ KEY = bytes(32)
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    settings = make_settings(
-        name=f"f{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server, server.connect() as client:
-        assert server.populator.wait(60)
+def client(server: Server) -> Iterator[Client]:
+    with server.connect() as client:
         client.store([KEY], [b"a" * NBYTES], namespace=SPACE)
         yield client
 

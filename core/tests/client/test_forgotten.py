@@ -3,7 +3,6 @@ so the call itself opens the next session and asks again."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,13 +14,11 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LeaseExpiredError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server import sessions
+from lmcache_core.server.peers import session_table as sessions
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S
 
 pytest.importorskip("zmq")
 
@@ -31,16 +28,11 @@ KEYS = [number.to_bytes(32, "big") for number in range(4)]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"f{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1, zmq={"ipc": str(tmp_path / "zmq")},
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        with server.connect() as other:
-            assert other.store(KEYS, [b"o" * NBYTES] * len(KEYS), namespace=SPACE).stored == len(KEYS)
-        yield server
+def server(start: Callable[..., Server], tmp_path: Path) -> Server:
+    server = start(l1={"size_bytes": 4 << 20}, drain_s=0.1, zmq={"ipc": str(tmp_path / "zmq")})
+    with server.connect() as other:
+        assert other.store(KEYS, [b"o" * NBYTES] * len(KEYS), namespace=SPACE).stored == len(KEYS)
+    return server
 
 
 @pytest.fixture(params=[True, False], ids=["maps the pool", "maps no pool"])
@@ -53,24 +45,24 @@ def client(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> It
 
 def drop(server: Server) -> None:
     """The server makes room, as it does at its limit of sessions."""
-    before = server.sessions.dropped
+    before = server.parts.sessions.dropped
     with pytest.MonkeyPatch.context() as patch, server.connect(maps_pool=False) as newcomer:
-        patch.setattr(sessions, "SESSIONS_MAX", len(list(server.sessions)))
+        patch.setattr(sessions, "SESSIONS_MAX", len(list(server.parts.sessions)))
         newcomer.noop()
-    assert server.sessions.dropped == before + 1
+    assert server.parts.sessions.dropped == before + 1
 
 
-def lookup(client: Client) -> Any:
+def lookup(client: Client) -> int:
     return client.lookup(KEYS, namespace=SPACE).hits
 
 
-def held_lookup(client: Client) -> Any:
+def held_lookup(client: Client) -> int:
     found = client.lookup(KEYS, namespace=SPACE, hold=True)
     assert client.free_lookup_locks(found.promise) == 1
     return found.hits
 
 
-def lookup_nowait(client: Client) -> Any:
+def lookup_nowait(client: Client) -> int:
     result = client.lookup_nowait(KEYS, namespace=SPACE).wait(WAIT_S)
     assert result is not None
     return result.hits
@@ -80,32 +72,32 @@ def retrieve(client: Client) -> Any:
     return client.retrieve(KEYS, [bytearray(NBYTES) for _ in KEYS], namespace=SPACE).hits
 
 
-def store(client: Client) -> Any:
+def store(client: Client) -> list[Status]:
     return client.store([b"n" * 32], [b"n" * NBYTES], namespace=SPACE).statuses
 
 
-def read_in_place(client: Client) -> Any:
+def read_in_place(client: Client) -> int:
     with client.prepare_retrieve(KEYS, namespace=SPACE) as lease:
         return len(lease.granted)
 
 
-def pin(client: Client) -> Any:
+def pin(client: Client) -> int:
     return len([status for status in client.pin(KEYS, namespace=SPACE) if status is Status.GRANTED])
 
 
-def explain(client: Client) -> Any:
+def explain(client: Client) -> int:
     return len(client.explain(KEYS, namespace=SPACE))
 
 
-def ping(client: Client) -> Any:
+def ping(client: Client) -> bytes:
     return client.ping(b"x")
 
 
-def clear(client: Client) -> Any:
+def clear(client: Client) -> int:
     return client.clear(SPACE).objects
 
 
-def end_session(client: Client) -> Any:
+def end_session(client: Client) -> None:
     return client.end_session()
 
 
@@ -145,11 +137,11 @@ def test_a_lease_of_a_session_that_was_dropped_is_not_asked_for_anew(server: Ser
         ended = threading.Event()
 
         def end() -> None:  # with what it holds, which no limit would do
-            (session,) = server.sessions
-            server.sessions.goodbye(session, server.clock.now)
+            (session,) = server.parts.sessions
+            server.parts.sessions.goodbye(session, server.parts.clock.now)
             ended.set()
 
-        server.loop.call(end)
+        server.parts.loop.call(end)
         assert ended.wait(WAIT_S)
         lease.ask([b"x" * 32])
         assert lease.statuses[1] is Status.UNREACHABLE

@@ -6,16 +6,14 @@ Two clients of one embedded server do the same, one of them with the index; ever
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import UserList
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_core.client import leases, retrieving
 from lmcache_core.client.client import Client
+from lmcache_core.client.move import leases, retrieving
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.answers import Reason
@@ -24,28 +22,16 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import NBYTES, key, keys, payload
 
 pytestmark = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
 
-NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 OTHER_SPACE = Namespace("another model", Layout("uint8", (NBYTES,)))
 FAT = Layout("uint8", (2 * NBYTES,))
 UNTOUCHED = 0xEE
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def keys(*numbers: int) -> list[bytes]:
-    return [key(number) for number in numbers]
-
-
-def payload(number: int) -> bytes:
-    return bytes([number % 199 + 1]) * NBYTES
 
 
 class Ways:
@@ -85,7 +71,7 @@ class Ways:
         return by_index
 
 
-def _plain(result: LookupResult) -> tuple[Any, ...]:
+def _plain(result: LookupResult) -> tuple[object, ...]:
     return (
         list(result.statuses),
         list(result.reasons),
@@ -97,19 +83,11 @@ def _plain(result: LookupResult) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def make_ways(tmp_path: Path) -> Iterator[Callable[..., Ways]]:
+def make_ways(start: Callable[..., Server]) -> Iterator[Callable[..., Ways]]:
     made: list[Ways] = []
 
-    def make(**settings: Any) -> Ways:
-        l1 = {"size_bytes": 16 << 20, **settings.pop("l1", {})}
-        composed = make_settings(
-            name=f"h{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-            l1=l1, **settings,
-        )  # fmt: skip
-        server = Server(composed, load_plugins())
-        assert server.populator.wait(60)  # and only then is it started: no store is answered WARMING
-        server.start()
-        made.append(Ways(server))
+    def make(**settings: object) -> Ways:
+        made.append(Ways(start(**settings)))
         for client in (made[-1].index, made[-1].rpc):
             for space in (SPACE, OTHER_SPACE):
                 client.register_layout(space)
@@ -119,7 +97,6 @@ def make_ways(tmp_path: Path) -> Iterator[Callable[..., Ways]]:
     for ways in made:
         ways.index.close()
         ways.rpc.close()
-        ways.server.stop()
 
 
 @pytest.fixture
@@ -130,7 +107,7 @@ def ways(make_ways: Callable[..., Ways]) -> Ways:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the requests that any client sends from here on."""
-    from lmcache_core.client import channel
+    from lmcache_core.client.link import channel
 
     names: list[str] = []
     encode = channel.encode_request
@@ -216,8 +193,8 @@ def test_a_batch_of_many_pages(ways: Ways) -> None:
     ways.store(*numbers)
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 2500
     assert ways.lookup(*numbers, 9999, prefix=False).hits == 2500
-    lease = ways.rpc.links.current().channel.call(lambda rid: m.PrepareRetrieve(rid, SPACE.id, key(1500))).lease
-    ways.rpc.links.current().channel.call(lambda rid: m.ReportDamaged(rid, lease, 0, 1))
+    lease = ways.rpc.links.current().channel.call(m.PrepareRetrieve(0, SPACE.id, key(1500))).lease
+    ways.rpc.links.current().channel.call(m.ReportDamaged(0, lease, 0, 1))
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 1500
     assert ways.lookup(*numbers, prefix=False).hits == 2499
     assert ways.retrieve(*numbers, prefix=False).hits == 2499, "all of them, as a lookup's hits"
@@ -262,7 +239,7 @@ def test_the_same_misuse_is_refused_in_the_same_words(ways: Ways) -> None:
 
 
 @pytest.mark.parametrize("kind", [tuple, list, UserList])
-def test_keys_come_in_any_sequence_and_as_any_bytes(ways: Ways, kind: Callable[[list[bytes]], Any]) -> None:
+def test_keys_come_in_any_sequence_and_as_any_bytes(ways: Ways, kind: Callable[[list[bytes]], object]) -> None:
     ways.store(1, 2)
     for client in (ways.index, ways.rpc):
         assert client.lookup(kind(keys(1, 2)), namespace=SPACE).hits == 2
@@ -296,9 +273,9 @@ def test_hits_ask_nobody_and_misses_are_all_that_is_asked_for(
     blobs: list[bytes] = []
     start = ways.index.links.current().channel.start
 
-    def note(make: Callable[[int], Any], *more: Any, **options: Any) -> Any:
-        blobs.append(make(0).keys)
-        return start(make, *more, **options)
+    def note(request: m.LookupRequest, *more: Any, **options: Any) -> object:
+        blobs.append(request.keys)
+        return start(request, *more, **options)
 
     monkeypatch.setattr(ways.index.links.current().channel, "start", note)
     ways.index.lookup(keys(1, 2, 3, 4, 5), namespace=SPACE)
@@ -321,7 +298,7 @@ def test_status_counts_what_workers_found(ways: Ways) -> None:
     assert before["ready"] == 3
     assert before["entries"] >= 4096
     assert before["unindexed"] == 0
-    ways.index.retrieve(keys(1, 2), [bytearray(NBYTES)] * 2, namespace=SPACE)
+    ways.index.retrieve(keys(1, 2), [bytearray(NBYTES), bytearray(NBYTES)], namespace=SPACE)
     ways.index.lookup(keys(3), namespace=SPACE)  # finding is no use
     while ways.rpc.status()["index"]["hits_by_index"] < before["hits_by_index"] + 2:
         pass
@@ -366,7 +343,7 @@ def _damage(ways: Ways, number: int) -> None:
     assert index is not None
     entry = index.entry(SPACE.id, key(number))
     assert entry is not None
-    ways.server.segment.view(entry["offset"], NBYTES)[NBYTES // 2] ^= 1
+    ways.server.parts.segment.view(entry["offset"], NBYTES)[NBYTES // 2] ^= 1
 
 
 @pytest.mark.parametrize("way", ["index", "rpc"])
@@ -410,7 +387,7 @@ def test_what_a_lease_is_read_under_is_checked_as_it_was_copied_and_not_before(
 ) -> None:
     copy_out = retrieving.copy_out
 
-    def scribbled(base: int, slots: list[tuple[int, int]], *arguments: Any, **options: Any) -> Any:
+    def scribbled(base: int, slots: list[tuple[int, int]], *arguments: Any, **options: Any) -> object:
         ctypes.memset(base + slots[0][1] + NBYTES // 2, 0x5A, 8)  # as a worker writes there that has lost its way
         return copy_out(base, slots, *arguments, **options)
 
@@ -439,7 +416,7 @@ def test_a_commit_takes_checksums_by_as_many_threads_as_copy(ways: Ways, monkeyp
     asked: list[tuple[int, int, int]] = []  # objects, bytes of each, threads
     real = leases.checksums_of
 
-    def counted(addresses: Any, nbytes: int, threads: int = 1) -> bytes:
+    def counted(addresses: object, nbytes: int, threads: int = 1) -> bytes:
         asked.append((len(addresses), nbytes, threads))
         return real(addresses, nbytes, threads)
 
@@ -496,15 +473,17 @@ def test_hold_costs_a_call_where_something_is_held(ways: Ways, asked: list[str])
 
 
 @pytest.mark.parametrize("options", [{"window": 2}, {"pin_s": 1.0}, {"policy": "retain"}])
-def test_what_only_the_server_does_is_not_done_without_asking(ways: Ways, options: dict[str, Any]) -> None:
+def test_what_only_the_server_does_is_not_done_without_asking(ways: Ways, options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         ways.index.lookup(keys(1), namespace=SPACE, ask=False, **options)
 
 
-def test_a_handle_has_at_once_what_the_index_has_and_asks_for_the_rest(ways: Ways, monkeypatch: Any) -> None:
+def test_a_handle_has_at_once_what_the_index_has_and_asks_for_the_rest(
+    ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ways.store(1, 2, 4)
     sent: list[m.Message] = []
-    from lmcache_core.client import channel
+    from lmcache_core.client.link import channel
 
     encode = channel.encode_request
     monkeypatch.setattr(channel, "encode_request", lambda message: (sent.append(message), encode(message))[1])

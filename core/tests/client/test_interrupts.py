@@ -16,24 +16,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import pytest
 
-from lmcache_core.client.channel import Channel
 from lmcache_core.client.client import Client
-from lmcache_core.client.connection import Connection, LifelineConnection, ZmqConnection
+from lmcache_core.client.link.channel import Channel
+from lmcache_core.client.link.connection import Connection, LifelineConnection, ZmqConnection
 from lmcache_core.limits import HUGE_PAGE_BYTES
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.mapping import Mapping
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import decode_request
+from lmcache_core.protocol.codec import read_request
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core.trust import Trust
+from lmcache_testing.waiting import WAIT_S, until
 
 NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
@@ -59,7 +56,7 @@ class AtChecks:
     def __exit__(self, *error: object) -> None:
         sys.settrace(None)
 
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _call(self, frame: FrameType, event: str, arg: object) -> object:
         self._before = ""
         # What is raised in a finalizer goes nowhere, and `__exit__` is entered without a look in between.
         if not frame.f_code.co_filename.endswith(self._files) or frame.f_code.co_name in ("__del__", "_unmap"):
@@ -67,7 +64,7 @@ class AtChecks:
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._opcode
 
-    def _opcode(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _opcode(self, frame: FrameType, event: str, arg: object) -> object:
         if event == "opcode":
             code = frame.f_code
             if code not in self._names:
@@ -102,15 +99,9 @@ def at_every_check(do: Callable[[AtChecks], None], *files: str) -> Iterator[AtCh
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(start: Callable[..., Server], tmp_path: Path) -> Server:
     pytest.importorskip("lmcache_fs")
-    settings = make_settings(
-        name=f"i{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1, l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}},
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
+    return start(l1={"size_bytes": 4 << 20}, drain_s=0.1, l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}})
 
 
 # --- what was to be sent later ----------------------------------------------------------------------------------
@@ -140,11 +131,11 @@ def test_a_frame_that_waited_is_sent_once_wherever_an_interrupt_comes(
     connection, received = pair(tmp_path)
     channel = Channel(connection, lambda notice: None)
     interrupted = 0
-    for checks in at_every_check(lambda _: channel.post(m.Noop), "client/channel", "client/connection"):
+    for checks in at_every_check(lambda _: channel.post(m.Noop(0)), "client/link/channel", "client/link/connection"):
         interrupted += bool(checks.where)
-        channel.post(lambda rid: m.Ping(rid, b"last"))  # whatever was left goes before it
+        channel.post(m.Ping(0, b"last"))  # whatever was left goes before it
         rids: list[int] = []
-        while not isinstance(request := decode_request(memoryview(received())), m.Ping):
+        while not isinstance(request := read_request(memoryview(received())), m.Ping):
             rids.append(request.rid)
         assert len(set(rids)) == len(rids), f"sent twice, as it was interrupted at {checks.where}"
     assert interrupted
@@ -176,7 +167,7 @@ def test_wherever_an_interrupt_comes_a_query_of_loads_tells_of_its_promise_or_le
             told.append(client.query_prefetch_status(jobs[-1]).promise)
 
         jobs, interrupted = [loaded()], 0
-        for checks in at_every_check(query, "client/client", "client/lookups", "client/channel"):
+        for checks in at_every_check(query, "client/client", "client/find/lookups", "client/link/channel"):
             client.free_lookup_locks(told)  # of the one before
             interrupted += bool(checks.where)
             client.noop()
@@ -244,7 +235,7 @@ def open_pools(server: Server) -> int:
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
-            found += server.settings.name in str(entry.readlink())
+            found += server.parts.settings.name in str(entry.readlink())
     return found
 
 
@@ -255,16 +246,15 @@ def test_wherever_an_interrupt_comes_a_link_in_the_making_leaves_no_descriptor_o
         before = open_pools(server)
 
         def connect(checks: AtChecks) -> None:
-            with Client.connect(server.settings.name, runtime_dir=tmp_path / "run") as client:
+            with Client.connect(server.parts.settings.name, runtime_dir=tmp_path / "run") as client:
                 client.noop()
                 sys.settrace(None)
 
-        files = ("client/connection", "client/handshake", "client/link", "pool/segment", "pool/lifelock",
+        files = ("client/link/connection", "client/link/handshake", "client/link/link", "pool/segment", "pool/lifelock",
                  "pool/backing", "pool/atfork", "pool/making")  # fmt: skip
         for checks in at_every_check(connect, *files):
-            for _ in range(50):
-                if open_pools(server) == before:
-                    break
+            until_s = time.monotonic() + WAIT_S
+            while open_pools(server) != before:
                 watcher.noop()  # the server has sent, and closed, what it had opened for it
                 gc.collect()  # frames of the interrupted call may hold one another
-            assert open_pools(server) == before, f"a descriptor is left of a link interrupted at {checks.where}"
+                assert time.monotonic() < until_s, f"a descriptor is left of a link interrupted at {checks.where}"

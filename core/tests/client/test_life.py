@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 import warnings
@@ -16,24 +15,24 @@ from typing import Any
 import pytest
 
 import lmcache_core.client.client as client_room
-import lmcache_core.client.retrieving as retrieving_room
+import lmcache_core.client.move.leases as leases_room
+import lmcache_core.client.move.retrieving as retrieving_room
 from lmcache_core.client.client import Client
-from lmcache_core.client.handshake import STEPS, Handshake
-from lmcache_core.client.leases import ReadLease
-from lmcache_core.client.link import Link
-from lmcache_core.client.link_states import LinkEvent, LinkState
-from lmcache_core.client.occupancy import Occupancy, settle_page
+from lmcache_core.client.link.handshake import STEPS, Handshake
+from lmcache_core.client.link.link import Link
+from lmcache_core.client.link.link_states import LinkEvent, LinkState
+from lmcache_core.client.link.occupancy import Occupancy, settle_page
+from lmcache_core.client.move.leases import ReadLease
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, LimitError, UsageError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.mapping import Mapping
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import unpack_positions
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
 
 from .conftest import cut, locks_of
 
@@ -41,17 +40,6 @@ NBYTES = 1 << 20
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(8)]
 NONE = {"promise": 0, "read": 0, "write": 0}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
 
 
 @pytest.fixture
@@ -72,10 +60,10 @@ class Copier(threading.Thread):
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.result: Any = None
         self._client, self._kind = client, kind
-        room, name = (client_room, "copy_in") if kind == "store" else (retrieving_room, "copy_out")
+        room, name = (leases_room, "copy_in") if kind == "store" else (retrieving_room, "copy_out")
         copy = getattr(room, name)
 
-        def slow(*args: Any, **options: Any) -> Any:
+        def slow(*args: object, **options: object) -> object:
             if threading.current_thread() is self:
                 self.inside.set()
                 assert self.go_on.wait(WAIT_S)
@@ -91,7 +79,7 @@ class Copier(threading.Thread):
         else:
             self.result = self._client.retrieve(KEYS[:4], [bytearray(NBYTES) for _ in range(4)], namespace=SPACE)
 
-    def ended(self) -> Any:
+    def ended(self) -> object:
         self.go_on.set()
         self.join(WAIT_S)
         assert not self.is_alive()
@@ -234,7 +222,7 @@ def test_a_client_may_be_dropped_inside_any_lock_of_its_own(server: Server) -> N
     locks = locks_of(links, links.occupancy, links.current(), links.current().channel)
     done = threading.Event()
 
-    def drop(things: list[Any]) -> None:
+    def drop(things: list[object]) -> None:
         for lock in locks:
             lock.acquire()
         with warnings.catch_warnings():
@@ -282,7 +270,7 @@ def test_a_verified_retrieve_whose_session_another_thread_ends_answers_with_valu
     into = [bytearray(NBYTES)]
     slots = ReadLease.slots
 
-    def barred(self: ReadLease, first: int = 0) -> Any:
+    def barred(self: ReadLease, first: int = 0) -> tuple[Mapping, list[tuple[int, int]]]:
         self._holding.bar("its session was ended")  # as another thread does while this one is at work
         return slots(self, first)
 
@@ -299,7 +287,7 @@ def test_a_row_that_was_given_away_meanwhile_costs_a_try_and_raises_nothing(
 
     def given_away(link: Link, *arguments: Any) -> tuple[int, int]:
         if not taken:  # as by a server that came after the one that had given it
-            taken.append(LifeLock.acquire(server.segment, link.row))
+            taken.append(LifeLock.acquire(server.parts.segment, link.row))
         return map_pool(link, *arguments)
 
     monkeypatch.setattr(Link, "map", given_away)
@@ -345,7 +333,7 @@ def test_what_is_granted_while_the_session_is_ended_goes_back(
     server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with server.connect("writer") as client:
-        asking = Occupancy.asking
+        asking = Occupancy.requesting
 
         def slow(self: Occupancy, *args: Any) -> None:
             asking(self, *args)
@@ -354,7 +342,7 @@ def test_what_is_granted_while_the_session_is_ended_goes_back(
             ending.join(WAIT_S)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Occupancy, "asking", slow)
+            patch.setattr(Occupancy, "requesting", slow)
             lease = client.prepare_store(KEYS[:1], namespace=SPACE)
         assert lease.statuses == [Status.UNREACHABLE]
         client.noop()
@@ -399,10 +387,10 @@ def test_a_call_that_failed_keeps_no_buffer_and_no_client(server: Server, how: s
 def test_closing_while_another_thread_copies_its_second_page_gives_no_slot_away(
     server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, copy_in = server.connect("writer"), client_room.copy_in
+    client, copy_in = server.connect("writer"), leases_room.copy_in
     inside, go_on, copies = threading.Event(), threading.Event(), iter((1, 2))
 
-    def slow(*args: Any, **options: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> object:
         if next(copies) == 2:
             inside.set()
             assert go_on.wait(WAIT_S)
@@ -410,7 +398,7 @@ def test_closing_while_another_thread_copies_its_second_page_gives_no_slot_away(
 
     with monkeypatch.context() as patch:
         patch.setattr(client_room, "STORE_PAGE_KEYS", 1)
-        patch.setattr(client_room, "copy_in", slow)
+        patch.setattr(leases_room, "copy_in", slow)
         copier = threading.Thread(target=lambda: client.store(KEYS[:2], [b"a" * NBYTES] * 2, namespace=SPACE))
         copier.start()
         assert inside.wait(WAIT_S)
@@ -472,7 +460,7 @@ def test_a_lease_that_gives_views_one_after_another_keeps_nothing_of_those_that_
 
 
 def test_a_run_of_positions_is_said_as_a_range_and_any_others_one_by_one() -> None:
-    run, others, one = (settle_page(m.AbortStore, 7, page)(1) for page in ([3, 4, 5], [3, 5], [9]))
+    run, others, one = (settle_page(m.AbortStore, 7, page) for page in ([3, 4, 5], [3, 5], [9]))
     assert (run.first, run.count, run.positions) == (3, 3, b"")
     assert (others.first, others.count, list(unpack_positions(others.positions))) == (0, 0, [3, 5])
     assert (one.first, one.count) == (9, 1)
@@ -483,14 +471,14 @@ def test_a_lease_of_which_a_page_was_refused_ends_with_its_last_commit(
 ) -> None:
     with server.connect() as client:
         lease = client.prepare_store(KEYS[:1], namespace=SPACE)
-        begin = server.kernel.begin_store
+        begin = server.parts.kernel.begin_store
 
-        def refused(*arguments: Any, **options: Any) -> Any:
+        def refused(*arguments: object, **options: object) -> object:
             raise LimitError("one lease too many")
 
-        monkeypatch.setattr(server.kernel, "begin_store", refused)
+        monkeypatch.setattr(server.parts.kernel, "begin_store", refused)
         lease.ask(KEYS[1:2])
-        monkeypatch.setattr(server.kernel, "begin_store", begin)
+        monkeypatch.setattr(server.parts.kernel, "begin_store", begin)
         assert lease.statuses == [Status.GRANTED, Status.QUOTA]
         lease.view(0)[:] = bytes(NBYTES)
         assert lease.commit() == [Status.STORED, Status.QUOTA]

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from core.tests.client.test_channel import Script
-from lmcache_core.client.channel import Channel
-from lmcache_core.client.handshake import STEPS
-from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
+from lmcache_core.client.link.channel import Channel
+from lmcache_core.client.link.handshake import STEPS
+from lmcache_core.client.link.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
 
 
 def channel(state: LinkState) -> Channel:

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_core.client.channel import Pending
 from lmcache_core.client.client import Client
-from lmcache_core.client.link import Link
+from lmcache_core.client.link.channel import Pending
+from lmcache_core.client.link.link import Link
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core.trust import Trust
 
 NBYTES = 1 << 20
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(4)]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"k{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    with server.connect() as client:
-        yield client
 
 
 def lose(client: Client) -> Link:
@@ -59,7 +37,7 @@ def test_what_was_granted_and_not_yet_declared_when_the_link_was_made_anew_is_no
     channel = client.links.current().channel
     wait = channel.wait
 
-    def interrupted(pending: Pending, *timeout_s: float) -> Any:
+    def interrupted(pending: Pending, *timeout_s: float) -> object:
         reply = wait(pending, *timeout_s)
         if isinstance(reply, m.Granted):
             lose(client)  # another thread's doing, before this one has looked at its reply
@@ -67,7 +45,7 @@ def test_what_was_granted_and_not_yet_declared_when_the_link_was_made_anew_is_no
 
     monkeypatch.setattr(channel, "wait", interrupted)
     if kind is m.PrepareStore:
-        lease: Any = client.prepare_store(KEYS[1:2], namespace=SPACE)
+        lease = client.prepare_store(KEYS[1:2], namespace=SPACE)
     else:
         lease = client.prepare_retrieve(KEYS[:1], namespace=SPACE)
     with server.connect() as other:

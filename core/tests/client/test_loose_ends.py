@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from lmcache_core.client import client as client_module
-from lmcache_core.client import retrieving
-from lmcache_core.client.channel import Channel
 from lmcache_core.client.client import Client
-from lmcache_core.client.leases import Lease, ReadLease, WriteLease
-from lmcache_core.client.link_states import LinkState
-from lmcache_core.client.links import Links
-from lmcache_core.client.occupancy import Holding, Occupancy
+from lmcache_core.client.link.channel import Channel, Pending
+from lmcache_core.client.link.link_states import LinkState
+from lmcache_core.client.link.occupancy import Holding, Occupancy
+from lmcache_core.client.link.reconnecting import Links
+from lmcache_core.client.move import leases as leases_room
+from lmcache_core.client.move import retrieving
+from lmcache_core.client.move.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.limits import BATCH_KEYS_MAX, LEASES_PER_SESSION_MAX, NAMESPACES_PER_SESSION_MAX, STORE_PAGE_KEYS
 from lmcache_core.native import native
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
 
 from .conftest import cut
 
@@ -50,26 +47,8 @@ def keys_of(count: int, first: int = 0) -> list[bytes]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(size_bytes: int = 8 << 20, **settings: Any) -> Server:
-        named = make_settings(
-            name=f"e{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-            l1={"size_bytes": size_bytes}, drain_s=0.1, **settings,
-        )  # fmt: skip
-        servers.append(Server(named, load_plugins()).start())
-        assert servers[-1].populator.wait(60)
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture
 def server(start: Callable[..., Server]) -> Server:
-    return start()
+    return start(l1={"size_bytes": 8 << 20}, drain_s=0.1)
 
 
 @pytest.fixture
@@ -100,7 +79,7 @@ def hanging(server: Server, impatient: Client | None = None) -> Iterator[Callabl
         hangs.set()
         over.wait(WAIT_S)
 
-    server.loop.call(hang)
+    server.parts.loop.call(hang)
     assert hangs.wait(WAIT_S)
     if channel is not None:
         channel.timeout_s = 0.1
@@ -123,7 +102,7 @@ def comes_to(watcher: Client, kinds: dict[str, int], *clients: Client) -> bool:
         def heard(client: Client = client) -> bool:
             with suppress(DisconnectedError):
                 client.noop()
-                return not client.links.link.channel.owes  # type: ignore[union-attr]
+                return not client.links.link.channel._owed  # type: ignore[union-attr]
             return False
 
         until(heard, "a server that goes on")
@@ -139,12 +118,12 @@ def hang_up(client: Client) -> None:
 
 
 @contextmanager
-def interrupted_at(function: Callable[..., Any], text: str) -> Iterator[None]:
+def interrupted_at(function: Callable[..., object], text: str) -> Iterator[None]:
     """An interrupt before the line of `function` that has this text."""
     lines, first = inspect.getsourcelines(function)
     line, raised = next(first + at for at, each in enumerate(lines) if text in each), []
 
-    def local(frame: FrameType, event: str, arg: Any) -> Any:
+    def local(frame: FrameType, event: str, arg: object) -> object:
         if event == "line" and frame.f_lineno == line:
             sys.settrace(None)
             raised.append(line)
@@ -193,7 +172,7 @@ def test_what_is_lent_as_another_thread_ends_the_lease_shows_nothing(
         }[step]  # fmt: skip
         method, ended = getattr(*place), []
 
-        def late(*arguments: Any, **options: Any) -> Any:
+        def late(*arguments: object, **options: object) -> object:
             if not ended:
                 ended.append(threading.Thread(target=ends[end]))
                 ended[0].start()
@@ -206,7 +185,7 @@ def test_what_is_lent_as_another_thread_ends_the_lease_shows_nothing(
 
 
 @pytest.mark.parametrize("positions", ["01", 3, 1.5, [1.0], [True, False], ["1"], [None], [[1]], "array", "mask"])
-def test_positions_that_are_none_are_refused_in_words(server: Server, positions: Any) -> None:
+def test_invalid_positions_are_refused_with_a_message(server: Server, positions: Any) -> None:
     numpy = pytest.importorskip("numpy")
     positions = {"array": numpy.array(3), "mask": numpy.array([True, False])}.get(str(positions), positions)
     with server.connect() as client, client.prepare_store(keys_of(2), namespace=SPACE) as lease:
@@ -238,7 +217,7 @@ def test_positions_are_settled_as_they_are_named_in_whatever_order(server: Serve
 @pytest.mark.parametrize("prefix", [True, False])
 def test_more_than_a_session_may_hold_is_read_a_part_at_a_time(start: Callable[..., Server], prefix: bool) -> None:
     large = Namespace("large", Layout("uint8", (1 << 20,)))
-    server = start(16 << 20, holding={"read_fraction_per_session_max": 0.25})
+    server = start(l1={"size_bytes": 16 << 20}, drain_s=0.1, holding={"read_fraction_per_session_max": 0.25})
     with server.connect(use_index=False) as client:
         contents = [bytes([at]) * (1 << 20) for at in range(12)]
         assert client.store(keys_of(12), contents, namespace=large).stored == 12
@@ -268,7 +247,7 @@ def test_a_promise_that_comes_as_the_call_gives_up_is_told_and_kept_or_neither(
         keys = fill(client)
         with hanging(server, client) as goes_on:
 
-            def late(self: Channel, pending: Any, why: str) -> None:
+            def late(self: Channel, pending: Pending, why: str) -> None:
                 goes_on()
                 until(lambda: (self.listen(), pending.settled)[1], "the answer")  # another thread reads for everybody
                 time_out(self, pending, why)
@@ -303,8 +282,8 @@ def test_a_promise_that_was_given_back_to_a_server_that_hangs_is_freed_over_the_
         found = handles[0].wait(WAIT_S) if way == "freed" else None
         channel = client.links.link.channel  # type: ignore[union-attr]
         with hanging(server, client):
-            while not channel.owes:
-                channel.post(m.Noop)
+            while not channel._owed:
+                channel.post(m.Noop(0))
             if found is not None:
                 assert client.free_lookup_locks(found.promise) == 0
             handles.clear()
@@ -348,9 +327,9 @@ def test_a_grant_that_comes_while_its_lease_is_let_go_of_is_given_back(
 
 @pytest.mark.parametrize("way", [ReadLease.finish, WriteLease.abort, WriteLease.commit], ids=lambda way: way.__name__)
 def test_settling_pages_that_meets_a_hang_leaves_none_of_them_held(
-    start: Callable[..., Server], way: Callable[[Any], Any]
+    start: Callable[..., Server], way: Callable[[ReadLease], object]
 ) -> None:
-    server = start(size_bytes=32 << 20)
+    server = start(drain_s=0.1)
     with asking(server) as client, server.connect(maps_pool=False) as watcher:
         keys = keys_of(2 * BATCH_KEYS_MAX + 5)
         if way is ReadLease.finish:
@@ -369,7 +348,7 @@ def test_a_page_that_was_refused_commits_no_slot_of_another_key(
     start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session was at its limit of leases for one page, and not for the next."""
-    server, page = start(size_bytes=64 << 20), STORE_PAGE_KEYS
+    server, page = start(l1={"size_bytes": 64 << 20}, drain_s=0.1), STORE_PAGE_KEYS
     with asking(server) as client, asking(server) as other:
         keys = fill(other, page) + keys_of(4 * page, page)
         many = [client.prepare_store(keys_of(1, 1 << 20 | at), namespace=SPACE) for at in range(LEASES_PER_SESSION_MAX)]
@@ -409,7 +388,7 @@ def test_a_page_whose_answer_was_lost_with_the_connection_is_given_back(
         lease.ask(keys_of(5))
         with hanging(server) as goes_on:
 
-            def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
+            def lost(self: Channel, pending: Pending, timeout_s: float | None = None) -> object:
                 monkeypatch.undo()
                 cut(self.connection)
                 goes_on()
@@ -443,7 +422,7 @@ def test_a_page_whose_answer_was_lost_is_given_back_where_its_lease_ends_before_
         lease.ask(keys_of(5))
         with hanging(server) as goes_on:
 
-            def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
+            def lost(self: Channel, pending: Pending, timeout_s: float | None = None) -> object:
                 monkeypatch.undo()
                 cut(self.connection)
                 goes_on()
@@ -466,7 +445,7 @@ def test_a_lease_that_ends_as_its_connection_does_is_ended_over_the_next(
     with asking(server) as client:
         lease = client.prepare_store(keys_of(5), namespace=SPACE)
 
-        def late(self: Channel, make: Any, *more: Any) -> None:
+        def late(self: Channel, make: object, *more: Any) -> None:
             monkeypatch.undo()
             hang_up(client)
             declare_to_the_next(server, client)
@@ -482,17 +461,17 @@ def test_a_lease_that_ends_as_its_connection_does_is_ended_over_the_next(
 def test_a_retrieve_whose_lease_expires_between_pages_says_so_by_value(
     start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start(size_bytes=16 << 20, lease={"read_ttl_s": 0.05})
+    server = start(l1={"size_bytes": 16 << 20}, drain_s=0.1, lease={"read_ttl_s": 0.05})
     with asking(server) as client:
         keys = fill(client, BATCH_KEYS_MAX + 1)
         slots = ReadLease.slots
 
-        def slow(self: ReadLease, first: int) -> Any:
+        def slow(self: ReadLease, first: int) -> object:
             until(lambda: (client.noop(), self.expired)[1], "its time")  # a long copy
             return slots(self, first)
 
         monkeypatch.setattr(ReadLease, "slots", slow)
-        found = client.retrieve(keys, [bytearray(NBYTES)] * len(keys), namespace=SPACE)
+        found = client.retrieve(keys, [bytearray(NBYTES) for _ in keys], namespace=SPACE)
         assert (found.hits, found.statuses[-1]) == (BATCH_KEYS_MAX, Status.EXPIRED)
 
 
@@ -508,11 +487,11 @@ def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
         assert link is not None
         with hanging(server):
             handles = []
-            while not link.channel.owes:
+            while not link.channel._owed:
                 handles.append(client.lookup_nowait(keys, namespace=SPACE, hold=True))
         send, others = link.channel.connection.send_waiting, []
 
-        def meanwhile(frames: Any) -> None:
+        def meanwhile(frames: deque[bytes]) -> None:
             waiting = len(frames)
             send(frames)
             if len(frames) < waiting and not others:
@@ -533,7 +512,7 @@ def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
 def test_an_optimistic_lease_that_another_threads_reconnect_overtakes_is_one_all_the_same(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, overtaken = Occupancy.asking, []
+    ask, overtaken = Occupancy.requesting, []
     with server.connect() as client:
         keys = fill(client)
         hang_up(client)
@@ -545,7 +524,7 @@ def test_an_optimistic_lease_that_another_threads_reconnect_overtakes_is_one_all
                 overtaken[0].join()
             ask(self, *arguments)
 
-        monkeypatch.setattr(Occupancy, "asking", slow)
+        monkeypatch.setattr(Occupancy, "requesting", slow)
         with client.prepare_retrieve(keys, namespace=SPACE, optimistic=True) as lease:
             assert bytes(lease.view(0)) == b"o" * NBYTES
         assert set(lease.statuses) == {Status.HIT}
@@ -574,7 +553,7 @@ def test_an_interrupt_before_the_session_is_ended_leaves_leases_that_can_be_ende
 ) -> None:
     with asking(server) as client:
         lease = client.prepare_retrieve(fill(client), namespace=SPACE)
-        with interrupted_at(Links.end_session, "self.asked("):
+        with interrupted_at(Links.end_session, "self.call("):
             client.end_session()
         lease.close()
         assert comes_to(watcher, NONE, client)
@@ -611,7 +590,7 @@ def test_a_copying_call_that_was_interrupted_as_it_ended_leaves_nothing_whatever
     buffer = Buffer(NBYTES)
     gone = weakref.ref(buffer)
     with monkeypatch.context() as patch:
-        module, copy = (client_module, "copy_in") if kind == "store" else (retrieving, "copy_out")
+        module, copy = (leases_room, "copy_in") if kind == "store" else (retrieving, "copy_out")
         patch.setattr(module, copy, interrupted)
         with interrupted_at(Lease.close, "if not self._holding.over"):
             if kind == "store":

@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.client.leases import ReadLease
+from lmcache_core.client.move.leases import ReadLease
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LeaseExpiredError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.native import native
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import NBYTES, keys, payload
 
 pytestmark = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
 
-NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 
 
-def keys(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in numbers]
-
-
-def payload(number: int) -> bytes:
-    return bytes([number % 199 + 1]) * NBYTES
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"o{uuid4().hex[:8]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20, "watermark": 1.0},
-    )
-    server = Server(settings, load_plugins())
-    assert server.populator.wait(60)
-    with server:
-        yield server
+def server(start: Callable[..., Server]) -> Server:
+    return start(l1={"size_bytes": 4 << 20, "watermark": 1.0})
 
 
 @pytest.fixture
@@ -66,7 +45,7 @@ def store(client: Client, *numbers: int) -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the requests that any client sends from here on."""
-    from lmcache_core.client import channel
+    from lmcache_core.client.link import channel
 
     names: list[str] = []
     encode = channel.encode_request
@@ -204,9 +183,9 @@ def test_after_the_death_of_its_server_a_lease_stands_by_what_the_index_shows(
         client.clear(SPACE)
     number = lease.id
     # What a server answers that knows no such lease, as the next one after a crash does.
-    client.links.current().channel.call(lambda rid: m.FinishRead(rid, number, 0, 1, b""))
+    client.links.current().channel.call(m.FinishRead(0, number, 0, 1, b""))
     lease.holding.id = number + 1
-    finished: Callable[[], Any] = lease.finish
+    finished: Callable[[], object] = lease.finish
     if left:
         with pytest.raises(LeaseExpiredError):
             finished()
@@ -219,7 +198,7 @@ def test_two_threads_may_finish_it_at_once(client: Client, monkeypatch: pytest.M
     lease = client.prepare_retrieve(keys(1, 2, 3), namespace=SPACE, optimistic=True)
     untouched, others = ReadLease._untouched, []
 
-    def look(lease: ReadLease, positions: Any) -> bool:
+    def look(lease: ReadLease, positions: list[int]) -> bool:
         if not others:  # the other thread comes while this one looks
             others.append(threading.Thread(target=lease.finish))
             others[0].start()

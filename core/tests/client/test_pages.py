@@ -25,24 +25,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_core import PageEntry, PageGroup, Region
-from lmcache_core.client import pages as pages_room
-from lmcache_core.client import pages_plain
 from lmcache_core.client.client import Client
-from lmcache_core.client.page_jobs import Frame, PagesJob, PagesResult, RetrieveJob
-from lmcache_core.client.page_states import FrameEvent
-from lmcache_core.client.pages import Pages
+from lmcache_core.client.move import pages as pages_room
+from lmcache_core.client.move import pages_plain
+from lmcache_core.client.move.page_jobs import Frame, PagesJob, PagesResult, RetrieveJob
+from lmcache_core.client.move.page_states import FrameEvent
+from lmcache_core.client.move.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import PAGE_JOBS_MAX
 from lmcache_core.native import native
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.processes import ServerProcess
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import embedded_server, server_settings
+from lmcache_testing.processes import ServerProcess
+from lmcache_testing.waiting import WAIT_S, until
 
 MIB = 1 << 20
 needs_native = pytest.mark.skipif(native is None, reason="the C extension is not in use")
@@ -58,13 +57,7 @@ def space_of(nbytes: int, model: str = "model") -> Namespace:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("pages")
-    settings = make_settings(
-        name=f"p{os.urandom(4).hex()}", runtime_dir=str(folder / "run"), state_dir=str(folder / "state"),
-        l1={"size_bytes": 96 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
+    with embedded_server(tmp_path_factory.mktemp("pages"), l1={"size_bytes": 96 << 20}, drain_s=0.1) as server:
         yield server
 
 
@@ -82,7 +75,7 @@ NO_LEASES = {"promise": 0, "read": 0, "write": 0}
 
 
 def connect(server: Server, **options: Any) -> Client:
-    settings = server.settings
+    settings = server.parts.settings
     return Client.connect(settings.name, runtime_dir=settings.runtime_dir, **options)
 
 
@@ -261,7 +254,7 @@ def test_what_is_stored_and_retrieved_is_what_plain_indexing_gives(
     case: tuple[list[Plan], list[Ask], list[Ask]],
     store_way: str,
     read_way: str,
-    order: Any,
+    order: str,
     verify: str,
     seed: int,
     started: bool,
@@ -306,7 +299,7 @@ def test_what_is_stored_and_retrieved_is_what_plain_indexing_gives(
 @pytest.mark.parametrize("verify", ["never", "always"])
 @pytest.mark.parametrize("page_bytes", [256 << 10, 16 << 10, (3 << 20) + 17])
 def test_large_batches_by_several_threads_are_what_plain_indexing_gives(
-    ways: Ways, order: Any, verify: str, page_bytes: int
+    ways: Ways, order: str, verify: str, page_bytes: int
 ) -> None:
     count = max(2, (24 << 20) // (2 * page_bytes))
     storage = np.random.default_rng(1).integers(0, 256, (count, 2, page_bytes + 64), np.uint8)
@@ -360,7 +353,7 @@ def test_buffers_of_every_kind_are_regions(ways: Ways) -> None:
         def __init__(self, array: Any) -> None:
             self.array = array
 
-        def __dlpack__(self, **options: Any) -> Any:
+        def __dlpack__(self, **options: object) -> Any:
             return self.array.__dlpack__(**options)
 
         def __dlpack_device__(self) -> Any:
@@ -428,14 +421,14 @@ GOOD = {"offset": 0, "page_bytes": 512, "page_stride": 1024, "pages": 4}
         ({"device": "pinned"}, 'device is "pinned", but'),
     ],
 )
-def test_a_region_that_cannot_be_is_refused_in_words(ways: Ways, change: dict[str, Any], words: str) -> None:
+def test_an_impossible_region_is_refused_with_a_message(ways: Ways, change: dict[str, Any], words: str) -> None:
     given = {"buffer": bytearray(4096), **GOOD, **change}
     with pytest.raises(UsageError) as raised:
         ways.pages("plain", [PageGroup(space_of(512), [Region(**given)], 1)])
     assert words in str(raised.value)
 
 
-def test_groups_that_cannot_be_are_refused_in_words(ways: Ways) -> None:
+def test_impossible_groups_are_refused_with_a_message(ways: Ways) -> None:
     memory = bytearray(4096)
     region = Region(memory, **GOOD)  # type: ignore[arg-type]
     for regions, nbytes, per_object, words in (
@@ -456,7 +449,7 @@ def test_groups_that_cannot_be_are_refused_in_words(ways: Ways) -> None:
 
 
 @pytest.mark.parametrize("entry", [(0,), (0, [], [], 0, None, "", 1), 5, None])
-def test_an_entry_that_is_none_is_refused_in_words(ways: Ways, entry: Any) -> None:
+def test_an_invalid_entry_is_refused_with_a_message(ways: Ways, entry: Any) -> None:
     pages = ways.pages("plain", [PageGroup(space_of(512), [Region(bytearray(4096), **GOOD)], 1)])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="entry 0 is "):
         pages.store_start([entry])
@@ -624,7 +617,7 @@ def test_a_promise_keeps_what_a_cancelled_job_has_not_read(
         found = client.lookup(small.keys, namespace=small.space, hold=True, prefix=False)
         begin = PagesJob._begin
 
-        def give_up_first(job: PagesJob, *arguments: Any) -> Any:
+        def give_up_first(job: PagesJob, *arguments: Any) -> object:
             job._given_up = True
             return begin(job, *arguments)
 
@@ -644,15 +637,9 @@ def test_a_promise_keeps_what_a_cancelled_job_has_not_read(
 
 
 @pytest.fixture
-def sparing(tmp_path: Path) -> Iterator[Server]:
+def sparing(start: Callable[..., Server]) -> Server:
     """A session reads 4 MiB of it at once."""
-    settings = make_settings(
-        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20}, holding={"read_fraction_per_session_max": 0.25}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
+    return start(l1={"size_bytes": 16 << 20}, holding={"read_fraction_per_session_max": 0.25}, drain_s=0.1)
 
 
 @needs_native
@@ -869,7 +856,7 @@ def test_a_forked_child_waits_for_none_of_the_parents_threads(server: Server) ->
 
 @needs_native
 def test_jobs_under_way_are_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_core.client.occupancy.PAGE_JOBS_MAX", 0)
+    monkeypatch.setattr("lmcache_core.client.link.occupancy.PAGE_JOBS_MAX", 0)
     assert PAGE_JOBS_MAX >= 16
     with server.connect("many") as client:
         small = Small(client.register_pages)
@@ -1046,17 +1033,21 @@ def test_a_job_that_was_interrupted_as_its_copies_began_reads_each_object_all_th
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
-@pytest.mark.parametrize("step", [FrameEvent.ASK, FrameEvent.BIND, FrameEvent.REPEAT], ids=lambda each: str(each.name))
+@pytest.mark.parametrize(
+    ("step", "bound"),
+    [(FrameEvent.ASK, True), (FrameEvent.ASK, False), (FrameEvent.REPEAT, True)],
+    ids=["ASK", "ASK behind a registration", "REPEAT"],
+)
 def test_a_question_that_was_interrupted_at_a_step_is_sent_once_and_answered(
-    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, step: FrameEvent, late: bool
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, step: FrameEvent, bound: bool, late: bool
 ) -> None:
     with connect(server, use_index=False) as client:
         small = Small(client.register_pages)
         small.store()
-        if step is FrameEvent.BIND:
+        if not bound:
             client.links.current().remove_binding(small.space)
         elif step is FrameEvent.REPEAT:  # as of one that has named very many others
-            server.sessions._by_id[max(server.sessions._by_id)].namespaces.clear()
+            server.parts.sessions._by_id[max(server.parts.sessions._by_id)].namespaces.clear()
         with monkeypatch.context() as patch:
             patch.setattr(client.links, "step", lambda: None)
             job = small.pages.retrieve_start([small.entry])
@@ -1082,16 +1073,12 @@ def test_a_question_that_was_interrupted_at_a_step_is_sent_once_and_answered(
 
 
 def test_pages_are_stored_again_at_the_next_server(tmp_path: Path) -> None:
-    composed = make_settings(
-        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 8 << 20}, drain_s=0.1,
-    )  # fmt: skip
+    composed = server_settings(tmp_path, l1={"size_bytes": 8 << 20}, drain_s=0.1)
     with Client.connect(composed.name, runtime_dir=composed.runtime_dir) as client:
         small = Small(client.register_pages)
         assert set(small.pages.store([small.entry]).statuses[0]) == {Status.UNREACHABLE}
         for _ in range(2):
-            with Server(composed, load_plugins()) as server:
-                assert server.populator.wait(60)
+            with Server(composed).start(wait=True):
                 small.storage[:] = small.before
                 until(lambda: small.pages.store([small.entry]).stored == small.count, "the server")
                 small.storage[:] = 0

@@ -10,37 +10,23 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
-import lmcache_core.client.lookups as lookups_room
+import lmcache_core.client.find.lookups as lookups_room
 from lmcache_core.client.client import Client
 from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.errors import LeaseExpiredError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
 
 NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(4)]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
 
 
 @pytest.fixture
@@ -131,7 +117,7 @@ class AtChecks:
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._opcode
 
-    def _opcode(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _opcode(self, frame: FrameType, event: str, arg: object) -> object:
         if event == "opcode":
             code = frame.f_code
             if code not in self._names:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lmcache_core.client.explaining import counted_reasons, sentences
+from lmcache_core.client.why.explaining import counted_reasons, sentences
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.tiers.l1 import TierReason
 

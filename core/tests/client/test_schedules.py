@@ -7,12 +7,11 @@ An interrupt comes where the interpreter would raise one. After the last line of
 from __future__ import annotations
 
 import dis
-import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,13 +20,11 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.client.link import Link
+from lmcache_core.client.link.link import Link
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
 
 NBYTES = 4096
@@ -35,22 +32,19 @@ SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(6)]
 STORED, FRESH = KEYS[:3], KEYS[3:]
 ROOMS = tuple(
-    f"{os.sep}client{os.sep}{name}.py"
-    for name in ("leases", "occupancy", "links", "copying", "retrieving", "channel", "client")
+    str(Path("client", f"{name}.py"))
+    for name in (
+        "client",
+        "link/channel",
+        "link/occupancy",
+        "link/reconnecting",
+        "move/copying",
+        "move/leases",
+        "move/retrieving",
+    )
 )
 BUDGET_S = 3.0  # for each test: a machine that is not busy comes to every line
 NONE = {"promise": 0, "read": 0, "write": 0}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = make_settings(
-        name=f"s{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
 
 
 def store(client: Client) -> None:
@@ -105,7 +99,7 @@ class Injector:
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._line if frame.f_code.co_filename.endswith(ROOMS) else None
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _line(self, frame: FrameType, event: str, arg: object) -> object:
         if event == "line" and not self._leaves_a_with(frame):
             self.lines += 1
             if self.lines in self._targets:
@@ -161,7 +155,7 @@ def test_no_lock_is_taken_where_an_interrupt_could_leave_it_taken(server: Server
     returned leaves it taken, and the next thread waits for ever. What is written in C comes back with or without it."""
     entered: list[str] = []
 
-    def note(frame: FrameType, event: str, arg: Any) -> None:
+    def note(frame: FrameType, event: str, arg: object) -> None:
         if event == "call" and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "__enter__":
             entered.append(str(frame.f_code))
 

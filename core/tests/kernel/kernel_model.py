@@ -343,6 +343,8 @@ class World(Paper):
     def free_cleared(self) -> None:
         """One step, of a few objects only: the next call comes in between."""
         self.due()
+        self.kernel.expire(self.now)  # by itself: what expires in the step leaves the cleared ones, too
+        self.drain()
         before = len(self.cleared())
         freed = self.kernel.free_cleared(self.now, 3)
         self.drain()

@@ -7,6 +7,7 @@ on by everyone who may write, at every step; whoever may read looks whether the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,6 +15,8 @@ from typing import Any
 
 from lmcache_core.kernel import Kernel, KernelConfig, LeaseKind, Reason, Settled, State
 from lmcache_core.kernel.effects import Evicted, LeaseExpired, Removed, SlotsMarked
+from lmcache_core.kernel.leases import LEASE_BYTES, POSITION_BYTES
+from lmcache_core.kernel.memory import MemoryAccount, MemorySort
 from lmcache_core.policies.lru import LruEviction
 
 MIB = 1 << 20
@@ -242,6 +245,17 @@ class Paper:
 
     # --- invariants -----------------------------------------------------------------------------------------
 
+    def check_memory(self) -> None:
+        """What the leases of a session cost is charged to it, and nothing else is."""
+        book, costs = self.kernel.leases, Counter[MemoryAccount]()
+        for lease in book.by_id.values():
+            assert len(lease.entries) == len(lease.answers) <= lease.positions
+            costs[lease.session.memory] += LEASE_BYTES + POSITION_BYTES * len(lease.entries)
+        for lease in [*book.by_id.values(), *book.settled.values()]:
+            assert lease.session.memory.nbytes == costs[lease.session.memory]
+        of_clients = sum(nbytes for account, nbytes in costs.items() if account.wholes)
+        assert self.kernel.memory.all[MemorySort.LEASES].nbytes == of_clients
+
     def check(self) -> None:
         kernel, slots = self.kernel, self.slots
         self.say_who_waits_no_longer()
@@ -293,6 +307,7 @@ class Paper:
             expected = {name: sum(thing.nbytes for thing in things) for name, things in by_holder.items() if things}
             told = {name: getattr(each, sort) for name, each in usage.holders.items() if getattr(each, sort)}
             assert told == expected, f"{sort}: an object counts once, however often it is held"
+        self.check_memory()
         assert sum(each.pinned_bytes for each in usage.holders.values()) == usage.pinned_bytes
         assert usage.pinned_bytes == sum(thing.nbytes for thing in self.pins)
         assert usage.quarantine_by_session == self.overdue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -72,7 +71,7 @@ class PaperPool:
 class RestartedWorld(World):
     """A model whose kernel can be exchanged for its successor."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, **config: object) -> None:
         super().__init__(**config)
         self._config = config
         self._epoch = 3
@@ -81,7 +80,8 @@ class RestartedWorld(World):
 
     @property
     def rows(self) -> set[int]:
-        return set(self.kernel.adoption.former_rows)
+        former = self.kernel.adoption._former
+        return set() if former is None else set(former.rows)
 
     def restart(self, lives: int) -> None:
         """The server dies, and of its workers those whose bit in `lives` is not set."""
@@ -167,7 +167,7 @@ class RestartedWorld(World):
         finally:
             del policy.victims
 
-    def _all_victims(self, offsets: list[int]) -> Any:
+    def _all_victims(self, offsets: list[int]) -> object:
         return [type("Named", (), {"offset": offset})() for offset in offsets]
 
 

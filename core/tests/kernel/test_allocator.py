@@ -104,7 +104,7 @@ def test_an_empty_slab_goes_to_whoever_asks_next() -> None:
     assert (small.slabs, small.slots, large.slabs) == (0, 0, 1)
 
 
-def test_slabs_that_change_class_are_told() -> None:
+def test_a_slab_that_changes_its_class_leaves_an_effect() -> None:
     allocator = area(1)
     give_back(allocator, take(allocator, allocator.size_class(MIB // 2), 1))
     take(allocator, allocator.size_class(MIB), 1)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, keys, names, offer, read, store
 
-from lmcache_core.kernel import Grant, Kernel
+from lmcache_core.errors import LimitError
+from lmcache_core.kernel import Grant, Kernel, Settled
 from lmcache_core.kernel.answers import KernelLookup
+from lmcache_core.kernel.leases import LEASE_BYTES, POSITION_BYTES
 
 THIRD = 3
 
@@ -175,3 +177,44 @@ def test_what_a_reader_may_not_hold_yet_stays_promised_until_it_asks_again(make_
     again = kernel.prepare_retrieve(WORKER, NS, keys(2, 3), 0.0, promise_id=promised)
     assert names(again.statuses) == ["GRANTED"] * 2
     assert OTHER not in kernel.usage().held_by_session, "all of it was redeemed"
+
+
+# --- the server's own memory ----------------------------------------------------------------------------------
+
+
+def test_positions_that_grant_nothing_cost_nothing(kernel: Kernel) -> None:
+    store(kernel, 1)
+    lease = read(kernel, 1).lease_id
+    account = kernel.leases.by_id[lease].session.memory
+    before = account.nbytes
+    for first in range(10, 1_000, 10):
+        kernel.prepare_retrieve(WORKER, NS, keys(*range(first, first + 10)), 0.0, lease_id=lease)
+    assert account.nbytes == before
+    assert list(kernel.finish_read(WORKER, lease, 0.0, [0, 990])) == [Settled.FINISHED, Settled.NOT_HELD]
+
+
+def test_a_grant_behind_them_is_held_at_its_position_and_charges_for_them(kernel: Kernel) -> None:
+    store(kernel, 1, 2)
+    lease = read(kernel, 1).lease_id
+    account = kernel.leases.by_id[lease].session.memory
+    before = account.nbytes
+    kernel.prepare_retrieve(WORKER, NS, keys(*range(10, 110)), 0.0, lease_id=lease)
+    kernel.prepare_retrieve(WORKER, NS, keys(2), 0.0, lease_id=lease)
+    assert account.nbytes == before + 101 * POSITION_BYTES
+    assert list(kernel.finish_read(WORKER, lease, 0.0, range(100, 102))) == [Settled.NOT_HELD, Settled.FINISHED]
+    assert list(kernel.finish_read(WORKER, lease, 0.0, None)).count(Settled.FINISHED) == 2
+    assert account.nbytes == 0
+
+
+def test_a_session_whose_leases_fill_its_memory_is_refused_and_another_holder_is_not(kernel: Kernel) -> None:
+    store(kernel, 1)
+    lease = read(kernel, 1).lease_id
+    account = kernel.leases.by_id[lease].session.memory
+    account.nbytes_max = account.nbytes + LEASE_BYTES
+    with pytest.raises(LimitError, match=r"the leases of one connection of uid \d+ fill"):
+        kernel.prepare_retrieve(WORKER, NS, keys(1), 0.0)
+    with pytest.raises(LimitError, match="commit, abort or finish some"):
+        offer(kernel, 2)
+    assert names(offer(kernel, 2, session=OTHER).statuses) == ["GRANTED"]
+    kernel.finish_read(WORKER, lease, 0.0, None)
+    assert names(offer(kernel, 3).statuses) == ["GRANTED"]

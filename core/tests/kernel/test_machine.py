@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -44,7 +43,7 @@ class KernelMachine(RuleBasedStateMachine):
         there = [i for i in there if self.world.sessions.get(self.world.permits[i].owner) == "open"]
         return there[pick % len(there)] if there else 0
 
-    def positions(self, lease: int, data: Any) -> Sequence[int] | None:
+    def positions(self, lease: int, data: st.DataObject) -> Sequence[int] | None:
         count = len(self.world.permits[lease].things)
         at = st.integers(0, count - 1)
         some, page = st.lists(at, max_size=6), st.builds(lambda a, b: range(min(a, b), max(a, b) + 1), at, at)
@@ -85,7 +84,7 @@ class KernelMachine(RuleBasedStateMachine):
             self.world.store(permit.owner, permit.namespace, layout, keys, lease)
 
     @rule(pick=PICK, data=st.data(), verb=st.sampled_from(["commit", "commit", "abort"]), settled=st.booleans())
-    def settle_write(self, pick: int, data: Any, verb: str, settled: bool) -> None:
+    def settle_write(self, pick: int, data: st.DataObject, verb: str, settled: bool) -> None:
         lease = self.lease(pick, {LeaseKind.WRITE}, settled=settled)
         if lease:
             retain = data.draw(st.booleans())
@@ -114,7 +113,7 @@ class KernelMachine(RuleBasedStateMachine):
             self.world.retrieve(permit.owner, permit.namespace, keys, 0, lease)
 
     @rule(pick=PICK, data=st.data(), settled=st.booleans())
-    def finish(self, pick: int, data: Any, settled: bool) -> None:
+    def finish(self, pick: int, data: st.DataObject, settled: bool) -> None:
         lease = self.lease(pick, {LeaseKind.READ}, settled=settled)
         if lease:
             self.world.settle(self.world.permits[lease].owner, lease, self.positions(lease, data), "finish")

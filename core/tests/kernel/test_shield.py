@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from kernel_words import LAYOUT, MIB, OTHER, WORKER
 
 from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.kernel import Kernel, KernelConfig
-from lmcache_core.kernel.answers import Grant, Reason, Settled
+from lmcache_core.kernel.answers import Grant, Grants, Reason, Settled
 from lmcache_core.kernel.states import State
 from lmcache_core.policies.lru import LruEviction
 
@@ -142,7 +141,7 @@ def test_nothing_that_tiers_lack_goes_while_something_else_can(seed: int, keeps:
 # --- more for a page that nobody was told of --------------------------------------------------------------------
 
 
-def full_page(kernel: Kernel, taken: int, wanted: int) -> Any:
+def full_page(kernel: Kernel, taken: int, wanted: int) -> Grants:
     """A page of which `SLOTS - taken` are granted: OTHER is writing the rest of the pool."""
     kernel.prepare_store(OTHER, NAMESPACE, LAYOUT, keys(100, taken), 0.0)
     grants = kernel.prepare_store(WORKER, NAMESPACE, LAYOUT, keys(0, wanted), 0.0)

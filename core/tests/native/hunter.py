@@ -61,7 +61,7 @@ class Paged:
     REGIONS, PER_OBJECT, SENTINEL = 4, 2, b"\xee"
 
     def __init__(self, client: Client, space: Namespace) -> None:
-        from lmcache_core.client.regions import PageGroup, Region
+        from lmcache_core.client.move.regions import PageGroup, Region
 
         self.page_bytes = space.layout.nbytes // (self.REGIONS * self.PER_OBJECT)
         count = BATCH * self.PER_OBJECT

@@ -9,16 +9,18 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.client import copying
-from lmcache_core.client.copying import copy_in, copy_out, copying_threads, spans, threads_to_copy
+from lmcache_core.client.move import copying
+from lmcache_core.client.move.copying import copy_in, copy_out, copying_threads, spans, threads_to_copy
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import COPY_THREADS_AUTO_MAX, COPY_THREADS_MAX
 from lmcache_core.native import native, why_not
@@ -120,13 +122,13 @@ def test_tensors_on_a_device_go_by_torch_beside_those_of_the_host(way: str, monk
     tensors = [torch.randn(8, 64).to(torch.bfloat16) for _ in range(5)]
     slots = Slots(5, layout.nbytes)
     # A span of address 0 is how a device's tensor looks; no device is needed for torch to copy it.
-    found = [(0 if position % 2 else tensor.data_ptr(), tensor) for position, tensor in enumerate(tensors)]
+    found = [(0 if position % 2 else tensor.data_ptr(), tensor, None) for position, tensor in enumerate(tensors)]
     blob = copy_in(slots.base, slots.places, found, layout, checksums=True)
     data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
     assert [slots.slot(position) for position in range(5)] == data
     assert checksums_of(blob) == [xxhash.xxh3_64_intdigest(each) for each in data]
     into = [torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(5)]
-    targets = [(0 if position % 2 == 0 else tensor.data_ptr(), tensor) for position, tensor in enumerate(into)]
+    targets = [(0 if position % 2 == 0 else tensor.data_ptr(), tensor, None) for position, tensor in enumerate(into)]
     assert not copy_out(slots.base, slots.places, targets, layout)
     assert all(torch.equal(got, sent) for got, sent in zip(into, tensors, strict=True))
     for tensor in into:
@@ -378,3 +380,21 @@ def test_an_array_of_another_dtype_or_shape_than_the_layouts_is_refused() -> Non
         spans([right.reshape(8, 4)], 1, layout, writable=False)
     with pytest.raises(UsageError, match="has items of format 'h'"):
         spans([right.view(np.int16)], 1, Layout("bfloat16", (4, 8)), writable=False)
+
+
+def test_a_tensor_s_memory_stays_for_the_call_though_another_thread_gives_it_other_memory() -> None:
+    torch, np = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    layout = Layout("uint8", (64,))
+    for swap in (lambda tensor: tensor.set_(torch.zeros(64, dtype=torch.uint8)), _new_data):
+        memory = np.zeros(64, np.uint8)
+        tensor, alive = torch.from_numpy(memory), weakref.ref(memory)
+        del memory
+        found = spans([tensor], 1, layout, writable=True)
+        swap(tensor)
+        assert alive() is not None
+        del found
+        assert alive() is None
+
+
+def _new_data(tensor: Any) -> None:
+    tensor.data = tensor.clone()

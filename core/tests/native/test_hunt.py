@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_core.native import native
-from lmcache_core.testing.processes import ServerProcess
+from lmcache_testing.processes import ServerProcess
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1]

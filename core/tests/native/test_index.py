@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -92,7 +94,7 @@ class Pool:
         assert self.index.publish([placed], {LAYOUT: NBYTES}, 1000) == 1
         return placed
 
-    def find(self, keys: Any, prefix: bool = False, **options: Any) -> bytes | None:
+    def find(self, keys: Sequence[bytes], prefix: bool = False, **options: object) -> bytes | None:
         found: bytes | None = self.index.find(EPOCH, NAMESPACE, LAYOUT, keys, prefix, **options)
         return found
 
@@ -687,7 +689,9 @@ def spoil_by_design(pool: Pool, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_with_noise, spoil_bits, spoil_by_design])
-def test_whatever_stands_in_the_index_nobody_crashes_or_leaves_the_data(spoil: Any) -> None:
+def test_whatever_stands_in_the_index_nobody_crashes_or_leaves_the_data(
+    spoil: Callable[[Any, random.Random], object],
+) -> None:
     keys = [key_of(number) for number in range(100)]
     for seed in range(40):
         chance = random.Random(seed)
@@ -753,6 +757,17 @@ def test_what_is_found_and_read_is_counted_where_it_is_to_be(pool: Pool) -> None
     assert _counts(pool)[1] == 9
 
 
+def test_amounts_are_added_all_or_none(pool: Pool) -> None:
+    pool.index.count({1: 5})  # nobody has said where
+    pool.index.count_in(256)
+    pool.index.count({1: 5, 6: 2**40, 2: 0})
+    pool.index.count({1: 2})
+    for wrong in ({1: 1, 16: 1}, {1: 1, 2: -1}, {-1: 1}, {1: 1, 2: 2**64}, {1: 1, "calls": 1}, [(1, 1)]):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            pool.index.count(wrong)
+    assert _counts(pool) == (0, 7, 0, 0, 0, 0, 2**40)
+
+
 def test_of_small_lookups_one_in_sixteen_is_timed_for_all(pool: Pool) -> None:
     pool.store(0, 0)
     pool.index.count_in(256)
@@ -775,3 +790,52 @@ def test_a_line_of_counts_stands_in_front_of_the_index(pool: Pool, offset: int) 
     pool.index.close()
     with pytest.raises(ValueError, match="closed"):
         pool.index.count_in(INDEX - 128)
+
+
+# --- a filter of what is there ------------------------------------------------------------------------------
+
+_STEPS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60)
+
+
+def _in_digest(bits: bytes, key: bytes, namespace: int = NAMESPACE) -> bool:
+    """As the contract of `Index.digest` says it, for whoever has the bits alone."""
+    digest = xxhash.xxh3_64_intdigest(key + struct.pack("<Q", namespace))
+    block = (digest >> 45) % (len(bits) // 64) * 64
+    places = [digest >> 9 * i & 511 for i in range(5)]
+    return all(bits[block + (place >> 3)] >> (place & 7) & 1 for place in places)
+
+
+@hypothesis_given(_STEPS, st.sampled_from([64, 256, 4096]))
+def test_a_digest_has_every_ready_object_whatever_was_stored_and_removed(
+    steps: list[tuple[int, bool]], nbytes: int
+) -> None:
+    pool, there = Pool(slots=41), {}
+    for number, stored in steps:
+        if stored and number not in there:
+            there[number] = pool.store(number, number)
+        elif not stored and number in there:
+            assert pool.index.remove([there.pop(number)], EVICTED, 1000) == 1
+    bits = bytearray(b"\xff" * nbytes)
+    assert pool.index.digest(bits) == len(there)
+    assert all(_in_digest(bits, key_of(number)) for number in there)
+    assert bool(there) == any(bits), "what was removed leaves nothing behind"
+
+
+def test_a_digest_with_sixteen_bits_an_object_is_wrong_for_fewer_than_one_key_in_fifty() -> None:
+    pool = Pool(entries=1024, slots=256)
+    for number in range(256):
+        pool.store(number, number)
+    bits = bytearray(512)
+    pool.index.digest(bits)
+    assert sum(_in_digest(bits, key_of(number)) for number in range(10_000, 15_000)) < 100
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 65, 192])
+def test_a_digest_takes_blocks_to_a_power_of_two(pool: Pool, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        pool.index.digest(bytearray(nbytes))
+    with pytest.raises(BufferError):
+        pool.index.digest(bytes(64))
+    pool.index.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.index.digest(bytearray(64))

@@ -16,7 +16,16 @@ import pytest
 from lmcache_core.observe.lines import JsonLines
 from lmcache_core.observe.logs import LogEvents, LogSettings
 from lmcache_core.observe.subscriber import SubscriberContext
-from lmcache_core.testing.subscriber import samples
+from lmcache_testing.subscriber import samples
+
+
+def test_what_ends_lines_or_turns_a_terminal_is_escaped_and_other_scripts_are_not() -> None:
+    text = "größer\u2028{}\u0085\x9b2J\u202e 漢"
+    line = JsonLines().format(logging.LogRecord("x", logging.INFO, "", 0, text, None, None))
+    assert line.isprintable()
+    assert "größer" in line
+    assert "漢" in line
+    assert json.loads(line)["message"] == text
 
 
 def test_every_line_is_an_object(tmp_path: Path) -> None:

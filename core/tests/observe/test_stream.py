@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -19,12 +18,10 @@ import pytest
 from lmcache_core.observe.events import BlocksReported, CacheEvent, LeaseTimedOut, ObjectsAdmitted, TierStateChanged
 from lmcache_core.observe.stream import ITEMS_MAX, PACKET_BYTES_MAX, EventStream, StreamSettings
 from lmcache_core.observe.subscriber import SubscriberContext
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json, embedded_server
+from lmcache_testing.waiting import until
 
 
 class Reader:
@@ -35,10 +32,10 @@ class Reader:
         self.sock.settimeout(60)
         self.sock.connect(str(path))
 
-    def packet(self) -> list[dict[str, Any]]:
+    def packet(self) -> list[Json]:
         return [json.loads(line) for line in self.sock.recv(PACKET_BYTES_MAX).splitlines()]
 
-    def until(self, name: str) -> dict[str, Any]:
+    def until(self, name: str) -> Json:
         while True:
             packet = self.packet()
             assert packet, "the stream ended"
@@ -46,9 +43,9 @@ class Reader:
                 if event["event"] == name:
                     return event
 
-    def all_there_is(self) -> list[dict[str, Any]]:
+    def all_there_is(self) -> list[Json]:
         self.sock.setblocking(False)
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, object]] = []
         try:
             while packet := self.packet():
                 found += packet
@@ -103,7 +100,7 @@ def test_who_does_not_read_is_told_how_much_it_has_missed_and_others_miss_nothin
     stream: EventStream, connect: Callable[[], Reader]
 ) -> None:
     sleeper, reader, told = connect(), connect(), 0
-    heard: list[dict[str, Any]] = []
+    heard: list[dict[str, object]] = []
     while told < 50_000:
         stream.hear(leases(1000, told))
         told += 1000
@@ -236,19 +233,10 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_store_is_seen_as_admitted_and_after_a_restart_again(tmp_path: Path) -> None:
-    registry, space = load_plugins(), Namespace("model", Layout("uint8", (4096,)))
+    space = Namespace("model", Layout("uint8", (4096,)))
     name, keys = f"stream-{uuid4().hex[:8]}", [bytes([number + 1]) * 32 for number in range(4)]
     for _ in range(2):
-        settings = make_settings(
-            registry,
-            name=name,
-            runtime_dir=str(tmp_path / "run"),
-            state_dir=str(tmp_path / "state"),
-            l1={"size_bytes": 16 << 20, "backing": "memfd"},
-            subscribers={"stream": {}},
-        )
-        with Server(settings, registry) as server:
-            assert server.populator.wait(60)
+        with embedded_server(tmp_path, name=name, l1={"backing": "memfd"}, subscribers={"stream": {}}) as server:
             reader = Reader(tmp_path / "state" / f"{name}-events.sock")
             with server.connect() as client:
                 assert client.store(keys, [bytes(4096)] * 4, namespace=space).stored == 4

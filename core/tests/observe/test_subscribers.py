@@ -12,8 +12,8 @@ from lmcache_core.observe.events import LeaseTimedOut, ServerFault
 from lmcache_core.observe.files import JsonlEvents, JsonlSettings
 from lmcache_core.observe.logs import LogEvents, LogSettings
 from lmcache_core.observe.subscriber import SubscriberContext
-from lmcache_core.testing import EventSubscriberContract
-from lmcache_core.testing.subscriber import samples
+from lmcache_testing import EventSubscriberContract
+from lmcache_testing.subscriber import samples
 
 
 class TestLog(EventSubscriberContract):

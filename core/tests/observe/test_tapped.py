@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.observe.events import EVENTS
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json, server_settings
 
 SPACE = Namespace("model", Layout("uint8", (4096,)))
 KEYS = [bytes([number + 1]) * 32 for number in range(8)]
@@ -28,27 +26,17 @@ class Watched:
 
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.path = tmp_path / "events.jsonl"
-        registry = load_plugins()
-        values = {
-            "name": f"tap-{uuid4().hex[:8]}",
-            "runtime_dir": str(tmp_path / "run"),
-            "state_dir": str(tmp_path / "state"),
-            "l1": {"size_bytes": 16 << 20, "backing": "memfd"},
-            "subscribers": {"jsonl": {"path": str(self.path)}},
-            **settings,
-        }
-        self.server = Server(make_settings(registry, **values), registry)
-        assert self.server.populator.wait(60)
-        self.server.start()
+        settings = {"l1": {"backing": "memfd"}, "subscribers": {"jsonl": {"path": str(self.path)}}, **settings}
+        self.server = Server(server_settings(tmp_path, **settings)).start(wait=True)
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Json]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
-    def named(self, *names: str) -> list[dict[str, Any]]:
+    def named(self, *names: str) -> list[Json]:
         return [event for event in self.events if event["event"] in names]
 
-    def until(self, *names: str, count: int = 1) -> list[dict[str, Any]]:
+    def until(self, *names: str, count: int = 1) -> list[Json]:
         end = time.monotonic() + 60
         while len(found := self.named(*names)) < count:
             assert time.monotonic() < end, f"there are {len(found)} of {names}: {self.events}"
@@ -142,7 +130,7 @@ def test_without_subscribers_there_is_no_bus_and_no_thread(tmp_path: Path) -> No
 
     watched = Watched(tmp_path, subscribers={})
     try:
-        assert watched.server.l1.taps is None
+        assert watched.server.parts.observer.events is None
         with watched.server.connect() as client:
             assert client.status()["events"] is None
         assert not [thread for thread in threading.enumerate() if thread.name == "lmcache-events"]
@@ -150,7 +138,7 @@ def test_without_subscribers_there_is_no_bus_and_no_thread(tmp_path: Path) -> No
         watched.server.stop()
 
 
-def test_a_lease_that_is_not_answered_in_time_is_told(watch: Callable[..., Watched]) -> None:
+def test_an_expired_lease_is_reported_to_subscribers(watch: Callable[..., Watched]) -> None:
     watched = watch(lease={"write_ttl_s": 0.05, "read_ttl_s": 0.05})
     with watched.server.connect("slow") as client:
         lease = client.prepare_store(KEYS[:1], namespace=SPACE)

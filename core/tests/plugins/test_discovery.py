@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lmcache_core.plugins.discovery import ALLOW_LIST
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.records import Refusal
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.plugins.requirement import allows, asks_for_us
 
 Install = Callable[..., None]
 Offering = Callable[..., str]
@@ -142,7 +144,7 @@ def test_an_empty_allow_list_leaves_the_built_ins_alone(install: Install, offeri
     assert names(load_plugins({ALLOW_LIST: ""})) == ["builtin"]
 
 
-def test_a_name_in_the_allow_list_that_is_not_installed_is_said(install: Install) -> None:
+def test_an_allow_list_name_that_is_not_installed_is_reported(install: Install) -> None:
     registry = load_plugins({ALLOW_LIST: "lmcache-absent"})
     assert "pip install lmcache-absent" in refusal_of(registry, "lmcache-absent").why
 
@@ -208,7 +210,7 @@ def test_a_plugin_of_a_later_generation_is_told_by_that_and_not_by_a_hook_that_w
     assert why == "it was written for API generation 2 and this lmcache-core serves 1: upgrade lmcache-core"
 
 
-@pytest.mark.parametrize("needs", ["lmcache-core>=0.2,<0.3", ""])
+@pytest.mark.parametrize("needs", ["lmcache-core>=0.1,<0.3", ""])
 def test_a_plugin_that_imports_a_name_of_another_version_is_told_by_its_bounds(
     install: Install, tmp_path: Path, needs: str
 ) -> None:
@@ -353,3 +355,85 @@ def test_importing_the_package_and_loading_plugins_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Event().wait(60)",
+        "while True:\n    try:\n        pass\n    except Exception:\n        pass",
+        "import os\nos._exit(3)",
+    ],
+    ids=["waits", "computes", "leaves"],
+)
+def test_an_import_that_never_ends_or_ends_the_process_is_refused_by_name(
+    install: Install, offering: Offering, source: str, tmp_path: Path
+) -> None:
+    """In a process of its own: the limit of a test uses the same timer."""
+    install("lmcache-hangs", "hangs", source)
+    install("lmcache-sound", "sound", offering(("serde", "sound")))
+    program = (
+        "from functools import partial; from lmcache_core.plugins import loader; from lmcache_core import Kind\n"
+        "loader.patience = partial(loader.patience, limit_s=0.5)\n"
+        "registry = loader.load_plugins()\n"
+        "print(registry.offers(Kind.SERDE, 'sound'), *(each.why for each in registry.refused))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), ALLOW_LIST: "lmcache-hangs,lmcache-sound"}
+    told = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=20)
+    assert told.stdout.startswith("True "), told.stderr
+    expected = "its import called os._exit(3)" if "_exit" in source else "its import took more than 0.5 s, the limit"
+    assert expected in told.stdout
+
+
+@pytest.mark.parametrize("leaves", ["raise SystemExit(3)", "import sys\nsys.exit()"])
+def test_a_plugin_that_would_end_the_process_is_refused_by_name(install: Install, leaves: str) -> None:
+    install("lmcache-leaves", "leaves", leaves)
+    assert refusal_of(load_plugins({}), "lmcache-leaves").why
+
+
+def test_the_text_of_a_broken_import_is_one_line_without_passwords(install: Install) -> None:
+    text = "no way to redis://bob:hunter2@host/0, password=hunter2, token: 'hunter2'\\n\\x1b[31m" + "x" * 2000
+    install("lmcache-broken", "broken", f'raise RuntimeError("{text}")')
+    why = refusal_of(load_plugins({}), "lmcache-broken").why
+    assert "no way to redis://***@host/0" in why
+    assert "hunter2" not in why
+    assert why.isprintable()
+    assert len(why) < 500
+
+
+def test_a_leftover_of_another_version_is_no_second_plugin(
+    install: Install, offering: Offering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("lmcache-acme", "acme", offering(("l2_adapter", "acme")), version="2.0")
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (tmp_path, elsewhere):
+        info = folder / "lmcache_acme-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: LMCache.Acme\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[lmcache_core]\nacme = lmcache_acme_module\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert load_plugins({}).owner(Kind.L2_ADAPTER, "acme").version == "2.0"
+
+
+@pytest.mark.parametrize("wanted", ["lmcache-core>=9", "LMCache_Core[torch] (<0.1,>=0.0.1)", "lmcache-core~=9.1"])
+def test_a_plugin_for_another_version_of_core_is_refused_unread(install: Install, tmp_path: Path, wanted: str) -> None:
+    install("lmcache-later", "later", "raise AssertionError('it was imported')")
+    (tmp_path / "lmcache_later-1.0.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: lmcache-later\nVersion: 1.0\nRequires-Dist: {wanted}\n"
+    )
+    assert f"it asks for {wanted}, and this is " in refusal_of(load_plugins({}), "lmcache-later").why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allowed"),
+    [
+        (">=0.1,<0.2", True), ("", True), ("==0.1.*", True), ("==0.1", True), ("~=0.1", True), ("!=0.1.0", False),
+        ("==0.2.*", False), (">0.1.0", False), (" (<=0.1)", True), ("~=0.1.1", False), ("===weird", True),
+    ],
+)  # fmt: skip
+def test_versions_are_compared_as_releases(wanted: str, allowed: bool) -> None:
+    assert allows(f"lmcache-core{wanted}", "0.1.0") is allowed
+
+
+def test_requirements_of_others_and_of_extras_are_not_ours() -> None:
+    assert not any(map(asks_for_us, ["lmcache-core-extra>=9", "lmcache-corex", 'lmcache-core>=9; extra == "x"']))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,8 @@ from lmcache_core.errors import PluginError
 from lmcache_core.plugins.hookspecs import hookimpl
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
+from lmcache_core.settings.model import Settings
+from lmcache_testing.embedded import server_settings
 
 
 class Thrower:
@@ -28,10 +28,10 @@ class Thrower:
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.heard: list[object] = []
 
     @hookimpl
-    def lmcache_started(self, settings: Any, address: str) -> None:
+    def lmcache_started(self, settings: Settings, address: str) -> None:
         self.heard.append((settings.name, address))
 
     @hookimpl
@@ -44,13 +44,7 @@ def test_a_plugin_that_raises_in_every_hook_leaves_the_server_working(tmp_path: 
     listener = Listener()
     registry.register(Thrower(), "a_thrower", distribution="lmcache-thrower", version="0.9")
     registry.register(listener, "listener")
-    settings = make_settings(
-        registry,
-        name="throws",
-        l1={"size_bytes": "4MiB", "backing": "memfd"},
-        runtime_dir=tmp_path / "run",
-        state_dir=tmp_path / "state",
-    )
+    settings = server_settings(tmp_path, registry, name="throws", l1={"size_bytes": "4MiB", "backing": "memfd"})
     with Server(settings, registry) as server:
         client = server.connect()
         assert client.ping(b"still here") == b"still here"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -42,15 +41,15 @@ class LooseSettings(BaseModel):
 
 
 class Built:
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
 
 
-def refuse_to_build(settings: Any) -> None:
+def refuse_to_build(settings: object) -> None:
     raise UsageError("not with these settings")
 
 
-def fall_over(settings: Any) -> None:
+def fall_over(settings: object) -> None:
     raise RuntimeError("fell over")
 
 
@@ -99,13 +98,12 @@ def test_everything_else_is_built_from_its_settings_alone() -> None:
 def test_every_built_in_is_importable_and_can_be_built(tmp_path: Path) -> None:
     registry = load_plugins({"LMCACHE_CORE_PLUGINS": ""})
     contexts = {Kind.EVENT_SUBSCRIBER: SubscriberContext("node", tmp_path)}
-    settings = {"kv_events": {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": None}}
     built = [
-        registry.build(spec.kind, spec.name, settings.get(spec.name), contexts.get(kind))
+        registry.build(spec.kind, spec.name, None, contexts.get(kind))
         for kind in Kind
         for spec in registry.components(kind)
     ]
-    assert len(built) == 11
+    assert len(built) == 10
     for each in built:
         if isinstance(each, EventSubscriber):
             each.close()
@@ -117,6 +115,8 @@ def test_an_unknown_name_says_what_was_meant_and_what_to_install() -> None:
         registry.spec(Kind.EVICTION_POLICY, "lur")
     with pytest.raises(PluginError, match="pip install lmcache-redis"):
         Registry().spec(Kind.L2_ADAPTER, "redis")  # as where no plugin is installed at all
+    with pytest.raises(PluginError, match="pip install lmcache-kv-events"):
+        Registry().spec(Kind.EVENT_SUBSCRIBER, "kv_events")
 
 
 def test_a_missing_backend_library_is_an_error_that_names_plugin_and_version() -> None:
@@ -154,10 +154,10 @@ def test_a_settings_model_that_cannot_stand_in_our_table_is_refused(kind: Kind, 
 
 
 def test_the_reserved_field_names_are_those_of_a_tier() -> None:
-    assert set(TierSettings.model_fields) | {"adapter"} == TIER_FIELDS  # the deprecated name of `settings` is one, too
+    assert set(TierSettings.model_fields) == TIER_FIELDS
 
 
-def test_registration_closes() -> None:
+def test_a_closed_registry_refuses_plugins() -> None:
     registry = load_plugins({"LMCACHE_CORE_PLUGINS": ""})
     registry.close()
     registry.close()
@@ -179,24 +179,38 @@ class Recorder:
     """Implements every hook that is called after loading, and notes the calls."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, object]] = []
 
     @hookimpl
-    def lmcache_check(self, settings: Any) -> Sequence[str]:
+    def lmcache_check(self, settings: object) -> Sequence[str]:
         self.calls.append(("lmcache_check", settings))
         return ["looked"]
 
     @hookimpl
-    def lmcache_add_commands(self, subparsers: Any, benches: Any) -> None:
+    def lmcache_add_commands(self, subparsers: object, benches: object) -> None:
         self.calls.append(("lmcache_add_commands", (subparsers, benches)))
 
     @hookimpl
-    def lmcache_started(self, address: str, settings: Any) -> None:
+    def lmcache_started(self, address: str, settings: object) -> None:
         self.calls.append(("lmcache_started", (settings, address)))
 
     @hookimpl
     def lmcache_stopping(self) -> None:
         self.calls.append(("lmcache_stopping", None))
+
+
+class Context:
+    @hookimpl
+    def lmcache_trace_context(self) -> Callable[[], str]:
+        return lambda: "here"
+
+
+def test_a_plugin_says_which_trace_is_current() -> None:
+    registry = Registry()
+    registry.register(Recorder(), "a_none")
+    registry.register(Context(), "context")
+    [found] = registry.hook.lmcache_trace_context()
+    assert found() == "here"
 
 
 class Panic(BaseException):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lmcache_core.errors import LimitError
 from lmcache_core.pool.backing import Access, segment_path
 from lmcache_core.pool.header import HEADER_BYTES
 from lmcache_core.pool.lifelock import LifeLock
 from lmcache_core.pool.ownership import OnStale
 from lmcache_core.pool.populate import Holes
+from lmcache_core.pool.processes import process_of
 from lmcache_core.pool.segment import Segment
+
+from .conftest import Child
 
 MIB = 1 << 20
 
@@ -96,7 +100,7 @@ def test_a_damaged_header_begins_cold(pool_name: str, runtime_dir: Path, gone: o
     with adopt(pool_name, runtime_dir) as segment:
         assert segment.recreated
         if damage == "version":
-            assert "version 2 and this library supports 3" in segment.why_cold
+            assert "version 2 and this library supports 4" in segment.why_cold
 
 
 def test_rows_of_the_dead_are_released_and_those_of_the_living_are_not(
@@ -158,3 +162,38 @@ def test_a_stretch_of_data_is_walked_once_however_many_steps_ask(monkeypatch: py
         assert len(asked) <= 8, "two for each stretch, and one for what follows the last"
     finally:
         os.close(fd)
+
+
+LOCKER = """
+    import fcntl, os, struct, sys
+    fd = os.open(sys.argv[1], os.O_RDWR)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    print(os.getpid(), flush=True)
+    input()
+"""
+
+
+def test_a_stranger_that_locks_all_rows_blocks_only_rows_whose_worker_cannot_be_proven_dead(
+    pool_name: str, runtime_dir: Path, gone: object, spawn: Callable[..., Child]
+) -> None:
+    segment = Segment.create(pool_name, 4 * MIB, runtime_dir=runtime_dir)
+    worker = spawn("print('here', flush=True); input()")
+    assert worker.read() == "here"
+    dead, _ = segment.claim_row(0, process_of(worker.pid))
+    alive, _ = segment.claim_row(0, process_of(os.getpid()))
+    unknown, _ = segment.claim_row(0)
+    worker.kill()
+    stranger = spawn(LOCKER, segment_path(pool_name))
+    stranger.read()
+    with pytest.raises(LimitError):
+        segment.claim_row()
+    segment.close(keep=True)
+    with adopt(pool_name, runtime_dir) as adopted:
+        rows = adopted.living_rows()
+        assert [row for row, lives in enumerate(rows) if lives] == [alive, unknown]
+        assert not adopted.tables.row_claimed(dead)
+        row, _ = adopted.claim_row(0, locked=False)
+        assert row not in (alive, unknown)
+        stranger.kill()
+        assert adopted.row_left(unknown)
+        adopted.close(keep=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from lmcache_core.errors import UsageError
 from lmcache_core.pool.backing import FILE_PREFIX, segment_path
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.segment import Segment, name_exists
+
+from .conftest import Child
 
 MIB = 1 << 20
 Make = Callable[..., Segment]
@@ -38,27 +41,28 @@ def shm_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_dead_servers_segment_and_lock_are_removed(
-    spawn: Any, pool_name: str, runtime_dir: Path, shm_dir: Path
+def test_a_dead_servers_segment_and_claims_are_removed(
+    spawn: Callable[..., Child], pool_name: str, runtime_dir: Path, shm_dir: Path
 ) -> None:
     server = spawn(SERVE, pool_name, runtime_dir, shm_dir)
     server.read()
     server.kill()
-    segment, lock = segment_path(pool_name, shm_dir), runtime_dir / f"{pool_name}.lock"
+    segment, (claim,) = segment_path(pool_name, shm_dir), runtime_dir.iterdir()
 
     planned = clean(runtime_dir, dry_run=True, shm_dir=shm_dir)
     assert [(c.path, c.state) for c in planned] == [
         (segment, CleanState.WOULD_REMOVE),
-        (lock, CleanState.WOULD_REMOVE),
+        (claim, CleanState.WOULD_REMOVE),
     ]
     assert segment.exists()
-    assert lock.exists()
+    assert claim.exists()
 
     done = clean(runtime_dir, shm_dir=shm_dir)
-    assert [(c.path, c.state) for c in done] == [(segment, CleanState.REMOVED), (lock, CleanState.REMOVED)]
+    assert [(c.path, c.state) for c in done] == [(segment, CleanState.REMOVED), (claim, CleanState.REMOVED)]
     assert done[0].nbytes >= MIB
     assert not segment.exists()
-    assert not lock.exists()
+    assert not claim.exists()
+    assert not list(shm_dir.iterdir())
     assert clean(runtime_dir, shm_dir=shm_dir) == []
 
 
@@ -72,7 +76,7 @@ def test_a_living_server_is_left_alone(make: Make, runtime_dir: Path, shm_dir: P
 
 
 def test_memory_comes_back_even_where_a_worker_still_maps_it(
-    spawn: Any, small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
+    spawn: Callable[..., Child], small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
 ) -> None:
     mount = small_mount(32)
     server = spawn(SERVE, pool_name, runtime_dir, mount)
@@ -95,12 +99,17 @@ def test_names_limit_what_is_cleaned(shm_dir: Path) -> None:
 
 def test_files_of_others_are_left_alone(shm_dir: Path, runtime_dir: Path) -> None:
     runtime_dir.mkdir()
-    strangers = [shm_dir / "psm_1234", shm_dir / f"{FILE_PREFIX}NOT.OURS", runtime_dir / "App.lock"]
+    strangers = [
+        shm_dir / "psm_1234",
+        shm_dir / f"{FILE_PREFIX}NOT.OURS",
+        shm_dir / f"{FILE_PREFIX}pool",
+        runtime_dir / "App.lock",
+    ]
     for path in strangers:
         path.write_bytes(b"theirs")
     target = shm_dir / "target"
     target.write_bytes(b"precious")
-    (shm_dir / f"{FILE_PREFIX}link").symlink_to(target)
+    segment_path("link", shm_dir).symlink_to(target)
     found = clean(runtime_dir, shm_dir=shm_dir)
     assert [c.state for c in found] == [CleanState.REFUSED]
     assert all(path.exists() for path in strangers)
@@ -108,7 +117,9 @@ def test_files_of_others_are_left_alone(shm_dir: Path, runtime_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("own_directory", [True, False])
-def test_a_dead_servers_sockets_go_with_its_lock(runtime_dir: Path, shm_dir: Path, own_directory: bool) -> None:
+def test_what_a_dead_server_of_a_former_version_left_is_removed(
+    runtime_dir: Path, shm_dir: Path, own_directory: bool
+) -> None:
     directory = runtime_dir / "p" if own_directory else runtime_dir
     directory.mkdir(parents=True)
     lock = directory / "p.lock"
@@ -128,3 +139,22 @@ def test_a_dead_servers_sockets_go_with_its_lock(runtime_dir: Path, shm_dir: Pat
     assert not lock.exists()
     assert not any(path.exists() for path in gone)
     assert stays.exists()
+
+
+@pytest.mark.parametrize(("answer", "options", "removed"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
+def test_a_person_is_asked_before_a_pool_is_removed(
+    spawn: Callable[..., Child], pool_name: str, runtime_dir: Path, answer: str, options: list[str], removed: bool
+) -> None:
+    server = spawn(SERVE, pool_name, runtime_dir, "/dev/shm")
+    server.read()
+    server.kill()
+    argv = [sys.executable, "-m", "lmcache_core", "clean", pool_name, "--runtime-dir", str(runtime_dir), *options]
+    person, terminal = os.openpty()
+    try:
+        os.write(person, f"{answer}\n".encode())
+        done = subprocess.run(argv, stdin=terminal, capture_output=True, text=True, timeout=60, check=True)
+    finally:
+        os.close(person)
+        os.close(terminal)
+    assert ("[y/N]" in done.stdout) is (not options)
+    assert segment_path(pool_name).exists() is not removed

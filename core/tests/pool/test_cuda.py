@@ -45,7 +45,7 @@ class Recorder:
         self.calls.append(("unregister", address, is_mapped(address)))
         return 0
 
-    def words(self, error: int) -> str:
+    def error_text(self, error: int) -> str:
         return f"error {error}"
 
 

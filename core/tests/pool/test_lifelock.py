@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,8 @@ from lmcache_core.limits import WORKERS_MAX
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.lifelock import LifeLock, life_lock_free
 from lmcache_core.pool.segment import Segment
+
+from .conftest import Child
 
 MIB = 1 << 20
 Make = Callable[..., Segment]
@@ -31,7 +32,7 @@ WORK = """
 """
 
 
-def test_the_lock_is_free_at_once_when_its_worker_is_killed(make: Make, spawn: Any) -> None:
+def test_the_lock_is_free_at_once_when_its_worker_is_killed(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     row, nonce = segment.claim_row()
     assert life_lock_free(segment, row)
@@ -44,7 +45,7 @@ def test_the_lock_is_free_at_once_when_its_worker_is_killed(make: Make, spawn: A
 
 
 @pytest.mark.parametrize("cause", ["close", "exit"])
-def test_the_lock_is_free_when_its_worker_leaves(make: Make, spawn: Any, cause: str) -> None:
+def test_the_lock_is_free_when_its_worker_leaves(make: Make, spawn: Callable[..., Child], cause: str) -> None:
     segment = make()
     row, _ = segment.claim_row()
     ending = "    life.close(); print('closed', flush=True); input()\n" if cause == "close" else ""
@@ -57,7 +58,9 @@ def test_the_lock_is_free_when_its_worker_leaves(make: Make, spawn: Any, cause: 
     assert life_lock_free(segment, row)
 
 
-def test_a_forked_child_does_not_keep_its_killed_parent_alive(make: Make, spawn: Any, eventually: Eventually) -> None:
+def test_a_forked_child_does_not_keep_its_killed_parent_alive(
+    make: Make, spawn: Callable[..., Child], eventually: Eventually
+) -> None:
     segment = make()
     row, _ = segment.claim_row()
     fork = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -11,17 +10,20 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.errors import PoolBusyError, PoolError
+from lmcache_core.limits import CLAIM_BACKLOG
 from lmcache_core.pool import header
 from lmcache_core.pool.backing import segment_path
+from lmcache_core.pool.claim import Claim, listener_at
+from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.header import PoolInfo
 from lmcache_core.pool.lifelock import LifeLock
-from lmcache_core.pool.ownership import OwnerLock
 from lmcache_core.pool.segment import OnStale, Segment, name_exists
+
+from .conftest import Child
 
 MIB = 1 << 20
 Make = Callable[..., Segment]
@@ -44,7 +46,7 @@ DEV_SHM = Path("/dev/shm")
 
 @pytest.mark.parametrize("backing", ["shm", "memfd"])
 def test_a_second_server_is_refused_and_told_who_lives(
-    spawn: Any, pool_name: str, runtime_dir: Path, backing: str
+    spawn: Callable[..., Child], pool_name: str, runtime_dir: Path, backing: str
 ) -> None:
     server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, backing)
     assert server.read() == "True False"
@@ -64,7 +66,7 @@ def test_a_server_with_another_runtime_directory_is_refused_too(make: Make, tmp_
 
 
 def test_a_killed_servers_pool_is_recreated_within_one_pools_memory(
-    spawn: Any, small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
+    spawn: Callable[..., Child], small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
 ) -> None:
     shm = small_mount(64)  # holds one pool of 48 MiB, and never two
     server = spawn(SERVE + WAIT, pool_name, 48, runtime_dir, shm, "shm")
@@ -84,7 +86,9 @@ def test_a_killed_servers_pool_is_recreated_within_one_pools_memory(
         del old
 
 
-def test_a_stale_pool_of_another_size_is_recreated(spawn: Any, make: Make, pool_name: str, runtime_dir: Path) -> None:
+def test_a_stale_pool_of_another_size_is_recreated(
+    spawn: Callable[..., Child], make: Make, pool_name: str, runtime_dir: Path
+) -> None:
     server = spawn(SERVE + WAIT, pool_name, 8, runtime_dir, DEV_SHM, "shm")
     server.read()
     server.kill()
@@ -102,7 +106,7 @@ def test_garbage_under_the_pools_name_is_replaced(make: Make, pool_name: str, ga
 
 
 def test_a_stale_pool_is_refused_where_settings_say_so(
-    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
+    spawn: Callable[..., Child], make: Make, pool_name: str, runtime_dir: Path
 ) -> None:
     server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, "shm")
     server.read()
@@ -114,7 +118,7 @@ def test_a_stale_pool_is_refused_where_settings_say_so(
 
 @pytest.mark.parametrize("backing", ["shm", "memfd"])
 def test_a_descriptor_with_a_worker_does_not_keep_a_dead_server_alive(
-    spawn: Any, make: Make, pool_name: str, runtime_dir: Path, backing: str
+    spawn: Callable[..., Child], make: Make, pool_name: str, runtime_dir: Path, backing: str
 ) -> None:
     script = """
         import array, socket, time
@@ -151,7 +155,9 @@ def _info_of(fd: int) -> PoolInfo:
     return header.decode(os.pread(fd, header.HEADER_BYTES, 0)).info
 
 
-def test_of_many_servers_at_once_exactly_one_wins(spawn: Any, pool_name: str, runtime_dir: Path) -> None:
+def test_of_many_servers_at_once_exactly_one_wins(
+    spawn: Callable[..., Child], pool_name: str, runtime_dir: Path
+) -> None:
     dead = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, "shm")
     dead.read()
     dead.kill()
@@ -183,7 +189,7 @@ def test_of_many_servers_at_once_exactly_one_wins(spawn: Any, pool_name: str, ru
 
 
 def test_a_forked_child_neither_keeps_nor_removes_its_parents_pool(
-    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
+    spawn: Callable[..., Child], make: Make, pool_name: str, runtime_dir: Path
 ) -> None:
     fork = """
         pid = os.fork()
@@ -206,47 +212,121 @@ def test_a_forked_child_neither_keeps_nor_removes_its_parents_pool(
         os.kill(int(child_pid), signal.SIGKILL)
 
 
-def test_a_lock_on_an_unlinked_file_is_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "x.lock"
-    first = OwnerLock.acquire(path)
-    path.unlink()
-    second = OwnerLock.acquire(path)
-    assert not first.named()
-    assert second.named()
-    first.unlink()
-    assert path.exists(), "a lock on another file removed the name"
-    first.close()
-    second.close()
+LOCK = """
+    import fcntl, os, struct, sys
+    from pathlib import Path
+    held = []
+    for root in map(Path, sys.argv[1:]):
+        for path in [root, *root.rglob("*")] if root.is_dir() else [root]:
+            if path.is_socket():
+                continue
+            fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not path.is_dir():
+                whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+                fcntl.fcntl(again, fcntl.F_OFD_SETLK, whole)
+            held.append(fd)
+    print(len(held), flush=True)
+    input()
+"""
 
 
-@pytest.mark.parametrize("successor", [False, True])
-def test_a_lock_whose_file_was_unlinked_before_it_was_taken_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: bool
+@pytest.mark.parametrize("backing", ["shm", "memfd"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_locks_every_file_keeps_no_server_out(
+    spawn: Callable[..., Child], make: Make, pool_name: str, runtime_dir: Path, backing: str, stopped: bool
 ) -> None:
-    """The former owner removes the name and lets go while another, which has opened the file, comes to lock it."""
-    path = tmp_path / "x.lock"
-    former, flock = OwnerLock.acquire(path), fcntl.flock
-    others: list[OwnerLock] = []
+    server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, backing)
+    assert server.read() == "True False"
+    names = [segment_path(pool_name), runtime_dir] if backing == "shm" else [runtime_dir]
+    locker = spawn(LOCK, *names)
+    assert int(locker.read()) >= len(names)
+    if stopped:
+        os.kill(locker.pid, signal.SIGSTOP)
+    with pytest.raises(PoolBusyError, match=f"pid {server.pid}"):
+        Segment.create(pool_name, 4 * MIB, backing, runtime_dir=runtime_dir)
+    server.kill()
+    assert {each.state for each in clean(runtime_dir, [pool_name], dry_run=True)} == {CleanState.WOULD_REMOVE}
+    assert make(backing=backing).recreated == (backing == "shm")
+    with pytest.raises(PoolBusyError, match=f"pid {os.getpid()}"):
+        Segment.create(pool_name, 4 * MIB, backing, runtime_dir=runtime_dir)
 
-    def in_between(fd: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        former.unlink()
-        former.close()
-        if successor:
-            others.append(OwnerLock.acquire(path))
-        flock(fd, operation)
 
-    monkeypatch.setattr(fcntl, "flock", in_between)
-    if successor:
-        with pytest.raises(PoolBusyError):
-            OwnerLock.acquire(path)
-        (owner,) = others
-    else:
-        owner = OwnerLock.acquire(path)
-    assert owner.named()
+def test_a_stopped_server_that_nobody_can_reach_any_more_is_alive(
+    spawn: Callable[..., Child], pool_name: str, runtime_dir: Path
+) -> None:
+    server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, "shm")
+    server.read()
+    os.kill(server.pid, signal.SIGSTOP)
+    for _ in range(CLAIM_BACKLOG + 5):
+        with pytest.raises(PoolBusyError, match="belongs to a living server"):
+            Segment.create(pool_name, 4 * MIB, runtime_dir=runtime_dir)
+
+
+def test_a_claim_is_its_makers_until_it_withdraws_or_dies(tmp_path: Path, spawn: Callable[..., Child]) -> None:
+    first = Claim.take(tmp_path, "x")
+    other = Claim.take(tmp_path, "y")
     with pytest.raises(PoolBusyError):
-        OwnerLock.acquire(path)
-    owner.close()
+        Claim.take(tmp_path, "x")
+    first.withdraw()
+    other.withdraw()
+    assert not list(tmp_path.iterdir())
+    script = """
+        import sys
+        from pathlib import Path
+        from lmcache_core.pool.claim import Claim
+        claim = Claim.take(Path(sys.argv[1]), "x")
+        print(claim.path, flush=True)
+        input()
+    """
+    child = spawn(script, tmp_path)
+    path = Path(child.read())
+    assert listener_at(path) is not None
+    child.kill()
+    assert listener_at(path) is None
+    assert path.exists()
+    second = Claim.take(tmp_path, "x")
+    assert not path.exists(), "the claim of a dead process goes with the next one"
+    second.withdraw()
+
+
+def test_a_claim_whose_name_was_removed_is_not_made_again_beside_a_living_one(tmp_path: Path) -> None:
+    claim = Claim.take(tmp_path, "x")
+    claim.path.unlink()
+    other = Claim.take(tmp_path, "x")
+    with pytest.raises(PoolBusyError, match="another living server"):
+        claim.renew()
+    assert list(tmp_path.iterdir()) == [other.path]
+    other.withdraw()
+    claim.renew()
+    assert claim.stands
+    claim.withdraw()
+
+
+def test_a_claim_whose_name_was_removed_is_made_again(tmp_path: Path) -> None:
+    claim = Claim.take(tmp_path, "x")
+    claim.path.unlink()
+    assert not claim.stands
+    claim.renew()
+    assert claim.stands
+    with pytest.raises(PoolBusyError):
+        Claim.take(tmp_path, "x")
+    former = claim.path
+    claim.renew()
+    assert claim.path == former, "it stood"
+    claim.withdraw()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_a_claim_of_another_user_says_nothing(tmp_path: Path) -> None:
+    trap = Claim.take(tmp_path, "x")
+    os.chown(trap.path, 4242, 4242)
+    ours = Claim.take(tmp_path, "x")
+    assert trap.path.exists(), "it is not ours to remove"
+    ours.withdraw()
+    trap.close()
 
 
 def test_a_symbolic_link_under_the_pools_name_is_not_followed(make: Make, pool_name: str, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_mount_without_memory_answers_the_allocation_itself(make: Make, small_
     assert told.progress == []
 
 
-def test_room_is_asked_before_each_step(make: Make) -> None:
+def test_free_memory_is_checked_before_each_step_of_population(make: Make) -> None:
     segment = make(12 * MIB)
     answers = [
         Room(1 << 40, LimitedBy.MACHINE, "the machine"),
@@ -272,3 +272,12 @@ def test_a_worker_populates_its_own_mapping_without_changing_a_byte(make: Make) 
             if line.startswith(f"{worker.mapping.address:x}-"):
                 resident_kib = next(int(more.split()[1]) for more in lines if more.startswith("Rss:"))
         assert resident_kib >= 4 * 1024
+
+
+def test_without_another_thread_one_clears_all_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make(16 * MIB, backing=Backing.MEMFD)
+    monkeypatch.setattr("lmcache_core.pool.populate.started", lambda run, name: None)
+    told = Told()
+    assert told.start(segment, threads=4).wait(60)
+    assert told.errors == []
+    assert os.fstat(segment.fileno()).st_blocks * 512 >= segment.info.data_bytes

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +20,8 @@ from lmcache_core.limits import HUGE_PAGE_BYTES
 from lmcache_core.pool.backing import Access, Backing, segment_path
 from lmcache_core.pool.header import PoolInfo
 from lmcache_core.pool.segment import Segment, name_exists
+
+from .conftest import Child
 
 MIB = 1 << 20
 Make = Callable[..., Segment]
@@ -37,7 +38,7 @@ def maps_of(address: int) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(start)]
 
 
-def test_a_worker_finds_the_same_bytes_at_the_same_offset(make: Make, spawn: Any) -> None:
+def test_a_worker_finds_the_same_bytes_at_the_same_offset(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     offset = segment.info.data_offset + 3 * 4096
     child = spawn(
@@ -81,7 +82,7 @@ def test_data_and_mapping_start_on_huge_pages(make: Make) -> None:
 @pytest.mark.parametrize("field", ["nbytes", "boot_id", "data_offset", "layout_version", "name", "backing"])
 def test_a_segment_that_differs_is_refused_with_both_sides_named(make: Make, field: str) -> None:
     segment = make()
-    other: dict[str, Any] = {"name": "another", "backing": Backing.MEMFD}
+    other: dict[str, object] = {"name": "another", "backing": Backing.MEMFD}
     value = other.get(field) or getattr(segment.info, field) + 1
     expected = replace(segment.info, **{field: value})
     with pytest.raises(PoolMismatchError) as refused:
@@ -183,7 +184,7 @@ def test_every_descriptor_closes_on_exec(make: Make) -> None:
             assert fcntl.fcntl(one, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_a_worker_that_exits_does_not_remove_the_pool(make: Make, spawn: Any) -> None:
+def test_a_worker_that_exits_does_not_remove_the_pool(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     child = spawn(
         ATTACH
@@ -274,7 +275,7 @@ def test_group_access_opens_the_pool_to_the_group_and_to_nobody_else(make: Make,
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become members of several groups")
-def test_every_listed_group_gets_in_and_others_stay_out(make: Make, spawn: Any) -> None:
+def test_every_listed_group_gets_in_and_others_stay_out(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make(access=Access.GROUP, gids=[54321, 54322])
     script = """
         import os, sys
@@ -318,7 +319,7 @@ def test_a_pool_on_reserved_huge_pages_serves(make: Make, huge_pages: int) -> No
         assert segment.info.nbytes % HUGE_PAGE_BYTES == 0
 
 
-def test_a_forked_child_gets_an_error_and_no_sigsegv(make: Make, spawn: Any) -> None:
+def test_a_forked_child_gets_an_error_and_no_sigsegv(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     child = spawn(
         ATTACH
@@ -341,7 +342,7 @@ def test_a_forked_child_gets_an_error_and_no_sigsegv(make: Make, spawn: Any) -> 
     assert child.wait() == 0
 
 
-def test_a_process_without_a_free_descriptor_forks_no_life_lock(make: Make, spawn: Any) -> None:
+def test_a_process_without_a_free_descriptor_forks_no_life_lock(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     row, _ = segment.claim_row()
     worker = spawn(
@@ -371,7 +372,7 @@ def test_a_process_without_a_free_descriptor_forks_no_life_lock(make: Make, spaw
     assert worker.read() == "closed"
 
 
-def test_what_a_forked_child_has_mapped_itself_stays_as_it_is(make: Make, spawn: Any) -> None:
+def test_what_a_forked_child_has_mapped_itself_stays_as_it_is(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     worker = spawn(
         """
@@ -399,7 +400,7 @@ def test_what_a_forked_child_has_mapped_itself_stays_as_it_is(make: Make, spawn:
     assert worker.read() == "mine"
 
 
-def test_a_killed_worker_leaves_the_pool_as_it_is(make: Make, spawn: Any) -> None:
+def test_a_killed_worker_leaves_the_pool_as_it_is(make: Make, spawn: Callable[..., Child]) -> None:
     segment = make()
     child = spawn(ATTACH + "    print('here'); input()", segment.info.name)
     child.read()

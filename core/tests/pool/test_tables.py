@@ -16,6 +16,7 @@ from lmcache_core.limits import LAYOUTS_MAX, PAGE_BYTES, SLAB_BYTES_MIN
 from lmcache_core.native import native
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.backing import Backing
+from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW, LayoutRow, SlotState, Tables, mark_slots_plainly
 
@@ -111,6 +112,24 @@ def test_a_slab_says_its_class(make: Make) -> None:
     for wrong in [(start + 1, SLAB_BYTES_MIN, 0), (start, SLAB_BYTES_MIN + 1, 0), (start, SLAB_BYTES_MIN, 5)]:
         with pytest.raises(UsageError):
             segment.tables.mark_slab(*wrong)
+
+
+def test_what_a_layout_is_outlives_the_server_and_is_published_only_by_the_next(make: Make) -> None:
+    segment = make()
+    layout = Layout("bfloat16", (2, 32, 256, 8, 128), "KLTHD")
+    segment.add_layout(3, layout.fingerprint, layout.nbytes, layout.text)
+    segment.add_layout(4, 1, 2, "x" * 97)  # longer than its field: nobody can know what it is
+    texts = segment.tables.take_layout_texts()
+    assert texts == {3: layout.text}
+    assert Layout.from_text(texts[3]) == layout
+    assert segment.tables.take_layout_texts() == {}
+    assert segment.layouts[3] == LayoutRow(layout.fingerprint, layout.nbytes)
+
+
+@pytest.mark.parametrize("text", ["", "uint8", "uint8|", "uint8|4,|", "uint8|-4|", "uint8|4|KL", "rm|4|", "uint8|४|"])
+def test_words_that_are_no_layout_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Layout.from_text(text)
 
 
 def test_layouts_are_seen_by_every_process_and_never_change(make: Make) -> None:

@@ -6,102 +6,19 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.kernel.answers import Grant, Reason, Settled
-from lmcache_core.limits import FRAME_BYTES_MAX, KEY_BYTES, LEASES_PER_SESSION_MAX
-from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.limits import KEY_BYTES, LEASES_PER_SESSION_MAX
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
-from lmcache_core.pool.lifelock import LifeLock
-from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import decode_reply, encode
-from lmcache_core.server.server import Server
-from lmcache_core.server.session import Peer
-from lmcache_core.settings.compose import make_settings
+from lmcache_core.protocol.codec import encode
 
-LAYOUT = Layout("uint8", (4096,))
-NAMESPACE = 77
-
-
-class Mouth(Peer):
-    """A peer without a socket: what it is sent is kept."""
-
-    carrier = "zmq"
-    uid = os.geteuid()
-    pid = 0
-    origin = "a test"
-
-    def __init__(self) -> None:
-        self.replies: list[m.Reply] = []
-        self.closed = False
-
-    def send(self, frame: bytes, fd: int = -1) -> None:
-        assert len(frame) <= FRAME_BYTES_MAX
-        self.replies.append(decode_reply(frame))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Desk:
-    """A whole server whose loop does not run: every frame is served here and now."""
-
-    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
-        name = f"t{uuid4().hex[:10]}"
-        composed = make_settings(
-            name=name,
-            runtime_dir=str(tmp_path / "run"),
-            state_dir=str(tmp_path / "state"),
-            l1={"size_bytes": 4 << 20},
-        )
-        self.server = Server(composed, load_plugins())
-        stack.callback(self.server._close)
-        assert self.server.populator.wait(60)
-        self.server.kernel.add_memory(self.server.segment.info.data_bytes)
-        self.segment = stack.enter_context(Segment.attach_fd(self.server.segment.worker_fd(), self.server.segment.info))
-        self.stack = stack
-
-    def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
-        """The reply to this request; None where it closed the session."""
-        self.server.clock.now += 0.01
-        self.server._tick()
-        before = len(peer.replies)
-        self.server.dispatch.on_frame(peer, memoryview(encode(request)))
-        answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpiredNotice)]
-        assert len(answers) == 1, (request, answers)
-        assert answers[0].rid == getattr(request, "rid", 0)
-        return answers[0]
-
-    def peer(self, *, attached: bool) -> Mouth:
-        peer = Mouth()
-        welcome = self.say(
-            peer,
-            m.Hello(
-                1,
-                m.PROTOCOL_VERSION_MIN,
-                m.PROTOCOL_VERSION_MAX,
-                os.urandom(16),
-                "fuzz",
-                0,
-                ["maps_pool"] if attached else [],
-            ),
-        )
-        assert isinstance(welcome, m.Welcome)
-        if attached:
-            lock = LifeLock.acquire(self.segment, welcome.row)
-            self.stack.callback(lock.close)
-            attach = m.Attach(2, lock.row, self.segment.shown(lock.row))
-            assert isinstance(self.say(peer, attach), m.Attached)
-        layout = m.RegisterLayout(3, NAMESPACE, LAYOUT.dtype, list(LAYOUT.shape), "", LAYOUT.fingerprint)
-        assert isinstance(self.say(peer, layout), m.LayoutRegistered)
-        return peer
+from .desk import LAYOUT, NAMESPACE, Desk, Mouth
 
 
 @pytest.fixture(scope="module")
@@ -137,43 +54,43 @@ lookup_options = st.builds(
 )
 
 
-def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
-    """Any request; ids are often those that were given out before."""
-    # By its distance from the end: how many there are depends on the server, and the choices must not.
-    lease = st.one_of(st.integers(0, 5).map(lambda back: leases[-back] if 0 < back <= len(leases) else 0), wire_int)
-    return st.one_of(
-        st.builds(m.PrepareStore, rid, namespace, keys, lease),
-        st.builds(m.PrepareRetrieve, rid, namespace, keys, lease, lease, st.booleans()),
-        *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
-        st.builds(m.LookupRequest, rid, namespace, keys, lookup_options),
-        st.builds(m.TracedLookup, rid, namespace, keys, traceparent=text),
-        st.builds(m.TracedPrepareStore, rid, namespace, keys, lease, traceparent=text),
-        st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
-        st.builds(registered, rid, wire_int, st.lists(st.integers(1, 1600), min_size=1, max_size=3)),
-        st.builds(m.Pin, rid, namespace, keys, seconds),
-        st.builds(m.Unpin, rid, namespace, keys),
-        st.builds(m.RenewLease, rid, lease),
-        st.builds(m.LeaseStatusOf, rid, lease),
-        st.builds(m.FreeLookupLocks, rid, st.lists(lease, max_size=5)),
-        st.builds(m.RedeemPromise, rid, lease, namespace, keys),
-        st.builds(m.QueryPrefetchStatus, rid, wire_int),
-        st.builds(m.QueryLookupHits, rid, wire_int),
-        st.builds(m.Cancel, rid, wire_int),
-        st.builds(m.Clear, rid, st.one_of(st.none(), namespace), st.booleans()),
-        st.builds(m.EndSession, rid, st.just(False)),
-        st.builds(m.Attach, rid, wire_int, wire_int, st.lists(lease, max_size=5)),
-        st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int),
-        st.builds(m.Ping, rid, st.binary(max_size=100)),
-        st.builds(m.StatusRequest, rid),
-        st.builds(m.ConfigRequest, rid),
-        st.builds(m.GetChunkSize, rid),
-    )
-
-
 def registered(rid: int, namespace: int, dimensions: list[int]) -> m.RegisterLayout:
     """A layout that is registered correctly, whatever its size."""
     layout = Layout("int8", tuple(dimensions))
     return m.RegisterLayout(rid, namespace, layout.dtype, dimensions, "", layout.fingerprint)
+
+
+leases: list[int] = []  # that were given out in this example, promises among them
+# By its distance from the end: how many there are depends on the server, and the choices must not.
+lease = st.one_of(st.integers(0, 5).map(lambda back: leases[-back] if 0 < back <= len(leases) else 0), wire_int)
+# Any request; ids are often those that were given out before. Made once: hypothesis reads the hints of each class.
+requests = st.one_of(
+    st.builds(m.PrepareStore, rid, namespace, keys, lease),
+    st.builds(m.PrepareRetrieve, rid, namespace, keys, lease, lease, st.booleans()),
+    *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
+    st.builds(m.LookupRequest, rid, namespace, keys, lookup_options),
+    st.builds(m.TracedLookup, rid, namespace, keys, traceparent=text),
+    st.builds(m.TracedPrepareStore, rid, namespace, keys, lease, traceparent=text),
+    st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
+    st.builds(registered, rid, wire_int, st.lists(st.integers(1, 1600), min_size=1, max_size=3)),
+    st.builds(m.Pin, rid, namespace, keys, seconds),
+    st.builds(m.Unpin, rid, namespace, keys),
+    st.builds(m.RenewLease, rid, lease),
+    st.builds(m.LeaseStatusOf, rid, lease),
+    st.builds(m.FreeLookupLocks, rid, st.lists(lease, max_size=5)),
+    st.builds(m.RedeemPromise, rid, lease, namespace, keys),
+    st.builds(m.QueryPrefetchStatus, rid, wire_int),
+    st.builds(m.QueryLookupHits, rid, wire_int),
+    st.builds(m.Cancel, rid, wire_int),
+    st.builds(m.Clear, rid, st.one_of(st.none(), namespace), st.booleans()),
+    st.builds(m.EndSession, rid, st.just(False)),
+    st.builds(m.Attach, rid, wire_int, wire_int, st.lists(lease, max_size=5)),
+    st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int),
+    st.builds(m.Ping, rid, st.binary(max_size=100)),
+    st.builds(m.StatusRequest, rid),
+    st.builds(m.ConfigRequest, rid),
+    st.builds(m.GetChunkSize, rid),
+)
 
 
 @settings(
@@ -182,18 +99,18 @@ def registered(rid: int, namespace: int, dimensions: list[int]) -> m.RegisterLay
 @given(data=st.data())
 def test_every_request_is_answered_and_the_server_never_fails_on_one(desk: Desk, data: st.DataObject) -> None:
     peers = [desk.peer(attached=True), desk.peer(attached=False)]
-    leases: list[int] = []
+    leases.clear()
     try:
         for _ in range(data.draw(st.integers(1, 40))):
             peer = data.draw(st.sampled_from(peers))
-            reply = desk.say(peer, data.draw(requests(leases)))
-            leases += [number for name in ("lease", "promise") if (number := getattr(reply, name, 0))]
+            reply = desk.say(peer, data.draw(requests))
+            leases.extend(number for name in ("lease", "promise") if (number := getattr(reply, name, 0)))
             assert not (isinstance(reply, m.Error) and reply.code == "INTERNAL"), reply
     finally:
         for peer in peers:
             desk.say(peer, m.EndSession(9, goodbye=True))
     assert all(peer.closed for peer in peers)
-    usage = desk.server.kernel.usage()
+    usage = desk.server.parts.kernel.usage()
     assert sum(usage.leases_by_kind.values()) == 0
     assert usage.sessions == 0
 
@@ -224,11 +141,11 @@ def test_a_request_that_cannot_be_read_is_answered_under_its_own_id(desk: Desk) 
 def test_checksums_of_a_commit_come_back_to_who_verifies(desk: Desk) -> None:
     peer = desk.peer(attached=True)
     keys = b"".join(os.urandom(KEY_BYTES) for _ in range(3))
-    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))
+    granted = desk.ask(peer, m.PrepareStore(5, NAMESPACE, keys), m.Granted)
     checksums = struct.pack("<3Q", 11, 0, 2**64 - 1)
     desk.say(peer, m.CommitStore(6, granted.lease, 0, 3, b"", checksums))
-    plain: Any = desk.say(peer, m.PrepareRetrieve(7, NAMESPACE, keys))
-    careful: Any = desk.say(peer, m.PrepareRetrieve(8, NAMESPACE, keys, verify=True))
+    plain = desk.ask(peer, m.PrepareRetrieve(7, NAMESPACE, keys), m.Granted)
+    careful = desk.ask(peer, m.PrepareRetrieve(8, NAMESPACE, keys, verify=True), m.Granted)
     assert (plain.checksums, careful.checksums) == (b"", checksums)
     desk.say(peer, m.EndSession(9, goodbye=True))
 
@@ -237,8 +154,8 @@ def test_checksums_of_a_commit_come_back_to_who_verifies(desk: Desk) -> None:
 def test_checksums_that_fit_no_positions_are_refused_and_the_lease_lives(desk: Desk, checksums: bytes) -> None:
     peer = desk.peer(attached=True)
     keys = b"".join(os.urandom(KEY_BYTES) for _ in range(2))
-    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))
-    refused: Any = desk.say(peer, m.CommitStore(6, granted.lease, 0, 2, b"", checksums))
+    granted = desk.ask(peer, m.PrepareStore(5, NAMESPACE, keys), m.Granted)
+    refused = desk.ask(peer, m.CommitStore(6, granted.lease, 0, 2, b"", checksums), m.Error)
     assert isinstance(refused, m.Error)
     settled: Any = desk.say(peer, m.CommitStore(7, granted.lease, 0, 2))
     assert settled.outcomes == bytes([Settled.COMMITTED] * 2)
@@ -273,13 +190,13 @@ def test_a_namespace_has_one_layout_for_the_whole_server_and_a_second_one_is_ref
 def test_a_namespace_keeps_its_layout_for_as_long_as_the_pool_has_an_object_of_it(desk: Desk) -> None:
     first = desk.peer(attached=True)
     key = os.urandom(KEY_BYTES)
-    granted: Any = desk.say(first, m.PrepareStore(5, NAMESPACE, key))
+    granted = desk.ask(first, m.PrepareStore(5, NAMESPACE, key), m.Granted)
     desk.say(first, m.CommitStore(6, granted.lease, 0, 1))
     desk.say(first, m.EndSession(7, goodbye=True))
     second = Mouth()
     desk.say(second, m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "fuzz", 0, []))
     other = Layout("uint8", (100,))
-    refused: Any = desk.say(second, m.RegisterLayout(3, NAMESPACE, other.dtype, [100], "", other.fingerprint))
+    refused = desk.ask(second, m.RegisterLayout(3, NAMESPACE, other.dtype, [100], "", other.fingerprint), m.Error)
     assert isinstance(refused, m.Error)
     desk.say(second, m.EndSession(8, goodbye=True))
 
@@ -289,27 +206,27 @@ def test_damage_is_reported_of_what_a_lease_holds_and_never_hits_a_successor(des
     key = os.urandom(KEY_BYTES)
 
     def store() -> None:
-        granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, key))
+        granted = desk.ask(peer, m.PrepareStore(5, NAMESPACE, key), m.Granted)
         desk.say(peer, m.CommitStore(6, granted.lease, 0, 1))
 
     def hold() -> int:
-        held: Any = desk.say(peer, m.PrepareRetrieve(7, NAMESPACE, key, verify=True))
+        held = desk.ask(peer, m.PrepareRetrieve(7, NAMESPACE, key, verify=True), m.Granted)
         return int(held.lease)
 
     def hits() -> int:
-        found: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key))
+        found = desk.ask(peer, m.LookupRequest(8, NAMESPACE, key), m.LookupReply)
         return int(found.hits)
 
     store()
-    foreign: Any = desk.say(peer, m.ReportDamaged(9, 12345, 0, 1))
+    foreign = desk.ask(peer, m.ReportDamaged(9, 12345, 0, 1), m.Error)
     assert (type(foreign), foreign.code) == (m.Error, "LEASE_EXPIRED")
     former, again = hold(), hold()
-    beyond: Any = desk.say(peer, m.ReportDamaged(10, former, 0, 2))
+    beyond = desk.ask(peer, m.ReportDamaged(10, former, 0, 2), m.Error)
     assert isinstance(beyond, m.Error)
     assert hits() == 1
     told: Any = desk.say(peer, m.ReportDamaged(11, former, 0, 1))
     assert told.outcomes == bytes([Settled.FINISHED])
-    gone: Any = desk.say(peer, m.LookupRequest(12, NAMESPACE, key))
+    gone = desk.ask(peer, m.LookupRequest(12, NAMESPACE, key), m.LookupReply)
     assert gone.reasons == bytes([Reason.DAMAGED])
     store()
     assert isinstance(desk.say(peer, m.ReportDamaged(13, again, 0, 1)), m.SettledReply)
@@ -320,7 +237,7 @@ def test_damage_is_reported_of_what_a_lease_holds_and_never_hits_a_successor(des
 def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) -> None:
     greedy, modest = desk.peer(attached=True), desk.peer(attached=True)
     key = os.urandom(KEY_BYTES)
-    granted: Any = desk.say(greedy, m.PrepareStore(5, NAMESPACE, key))
+    granted = desk.ask(greedy, m.PrepareStore(5, NAMESPACE, key), m.Granted)
     desk.say(greedy, m.CommitStore(6, granted.lease, 0, 1))
     replies: list[Any] = [
         desk.say(greedy, m.LookupRequest(7, NAMESPACE, key, m.LookupOptions(hold=True)))
@@ -328,11 +245,11 @@ def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) 
     ]
     assert all(reply.promise for reply in replies[:-1])
     assert replies[-1].code == "LIMIT"
-    held: Any = desk.say(modest, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)))
+    held = desk.ask(modest, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)), m.LookupReply)
     assert held.promise
-    freed: Any = desk.say(greedy, m.FreeLookupLocks(9, [reply.promise for reply in replies[:3]]))
+    freed = desk.ask(greedy, m.FreeLookupLocks(9, [reply.promise for reply in replies[:3]]), m.Done)
     assert freed.count == 3
-    again: Any = desk.say(greedy, m.LookupRequest(10, NAMESPACE, key, m.LookupOptions(hold=True)))
+    again = desk.ask(greedy, m.LookupRequest(10, NAMESPACE, key, m.LookupOptions(hold=True)), m.LookupReply)
     assert again.promise
     for peer in (greedy, modest):
         desk.say(peer, m.EndSession(11, goodbye=True))
@@ -341,15 +258,15 @@ def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) 
 def test_sessions_that_hold_something_are_bounded_and_a_goodbye_makes_room(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_core.server.sessions.SESSIONS_MAX", 3)
+    monkeypatch.setattr("lmcache_core.server.peers.session_table.SESSIONS_MAX", 3)
     writer = desk.peer(attached=True)
     key = os.urandom(32)
-    granted: Any = desk.say(writer, m.PrepareStore(5, NAMESPACE, key))
+    granted = desk.ask(writer, m.PrepareStore(5, NAMESPACE, key), m.Granted)
     desk.say(writer, m.CommitStore(6, granted.lease, count=1))
     desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
     holders = [desk.peer(attached=False) for _ in range(2)]
     for peer in holders:
-        promised: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)))
+        promised = desk.ask(peer, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)), m.LookupReply)
         assert promised.promise
     late = Mouth()
     refused = desk.say(late, m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "late", 0))
@@ -367,7 +284,7 @@ def test_a_policy_that_raises_costs_its_call_and_nothing_else(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = desk.peer(attached=True)
-    policy = desk.server.kernel.residents.policy
+    policy = desk.server.parts.kernel.residents.policy
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("a plugin's bug")
@@ -382,6 +299,6 @@ def test_a_policy_that_raises_costs_its_call_and_nothing_else(
         assert (failed.rid, failed.code) == (6, "INTERNAL")
     assert "a plugin's bug" in caplog.text
     desk.say(peer, m.EndSession(7))
-    granted: Any = desk.say(peer, m.PrepareStore(8, NAMESPACE, os.urandom(KEY_BYTES)))
+    granted = desk.ask(peer, m.PrepareStore(8, NAMESPACE, os.urandom(KEY_BYTES)), m.Granted)
     assert granted.statuses == bytes([Grant.GRANTED])
     desk.say(peer, m.EndSession(9, goodbye=True))

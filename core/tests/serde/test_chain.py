@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,7 +78,7 @@ def _round_trip(chain: CodecChain, content: bytes) -> bytes:
 
 @given(st.binary(min_size=1, max_size=2000), st.lists(st.sampled_from("dxyi"), max_size=CHAIN_SERDES_MAX))
 def test_any_chain_gives_back_what_it_was_given(content: bytes, names: list[str]) -> None:
-    made: dict[str, Any] = {"d": Deflate(), "x": Xor(0x5A), "y": Xor(0xFF), "i": IdentitySerde()}
+    made: dict[str, Serde] = {"d": Deflate(), "x": Xor(0x5A), "y": Xor(0xFF), "i": IdentitySerde()}
     chain = CodecChain([made[name] for name in names])
     if chain.is_identity:
         assert set(names) <= {"i"}
@@ -125,7 +124,7 @@ class _Watched(Scratch):
 def test_a_forged_length_is_damage_before_anything_is_allocated(
     names: list[str], data: st.DataObject, forged: int
 ) -> None:
-    made: dict[str, Any] = {"d": Deflate(), "x": Xor(0x5A)}
+    made: dict[str, Serde] = {"d": Deflate(), "x": Xor(0x5A)}
     chain, layout, scratch = CodecChain([made[name] for name in names]), Layout("uint8", (1000,)), _Watched()
     encoded = chain.encode(memoryview(bytes(1000)), layout, KEY, Scratch())
     wire = b"".join(bytes(part) for part in encoded.buffers)

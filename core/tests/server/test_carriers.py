@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
-from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.client import Client
+from lmcache_core.client.link.address import CurveKeys
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LeaseExpiredError, NotAttachedError, UsageError
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import decode_reply, encode
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 from .conftest import buffers, keys_of, payload
 
@@ -33,15 +37,23 @@ def open_client(carrier: str, start: Callable[..., Server], tmp_path: Path) -> C
         return start().connect()
     if carrier == "lifeline":
         server = start()
-        return Client.connect(server.settings.name, runtime_dir=server.settings.runtime_dir)
+        return Client.connect(server.parts.settings.name, runtime_dir=server.parts.settings.runtime_dir)
     if carrier == "zmq-ipc":
         server = start(zmq={"ipc": True})
-        return Client.connect(address=server.carriers[0].address)
+        return Client.connect(address=server.parts.carriers[0].address)
+    server, keys = start_with_curve(start, tmp_path, "client")
+    curve = CurveKeys.from_files(keys / "server.key", keys / "clients" / "client.key_secret")
+    return Client.connect(address=server.parts.carriers[0].address, curve=curve)
+
+
+def start_with_curve(start: Callable[..., Server], tmp_path: Path, *names: str) -> tuple[Server, Path]:
+    """A server that admits clients of these names, and the folder with all keys."""
     keys = tmp_path / "curve"
     clients = keys / "clients"
     clients.mkdir(parents=True)
     zmq.auth.create_certificates(keys, "server")
-    zmq.auth.create_certificates(clients, "client")
+    for name in names:
+        zmq.auth.create_certificates(clients, name)
     server = start(
         zmq={
             "tcp": "127.0.0.1:0",
@@ -49,8 +61,7 @@ def open_client(carrier: str, start: Callable[..., Server], tmp_path: Path) -> C
             "curve_clients_dir": str(clients),
         }
     )
-    curve = CurveKeys.from_files(keys / "server.key", clients / "client.key_secret")
-    return Client.connect(address=server.carriers[0].address, curve=curve)
+    return server, keys
 
 
 def test_what_was_stored_is_what_is_retrieved(client: Client, namespace: Namespace) -> None:
@@ -178,7 +189,7 @@ def test_a_lease_can_be_renewed_and_asked_about(client: Client, namespace: Names
         assert (state.state, state.kind, state.open_positions) == ("open", "write", 1)
 
 
-def test_small_questions_are_answered(client: Client) -> None:
+def test_noop_ping_and_status_are_answered_over_each_carrier(client: Client) -> None:
     client.noop()
     payload = os.urandom(1000)
     assert client.ping(payload) == payload
@@ -206,8 +217,46 @@ def test_who_does_not_map_the_pool_gets_answers_and_no_slots(
     server = start(zmq={"ipc": True})
     with server.connect() as worker:
         worker.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace)
-        with Client.connect(address=server.carriers[0].address, maps_pool=False) as remote:
+        with Client.connect(address=server.parts.carriers[0].address, maps_pool=False) as remote:
             assert remote.lookup(keys_of("a"), namespace=namespace).hits == 1
             with pytest.raises(NotAttachedError):
                 remote.prepare_store(keys_of("b"), namespace=namespace)
             assert remote.clear(namespace).objects == 1
+
+
+def test_a_session_is_of_the_key_that_opened_it_whoever_shows_its_routing_id(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server, keys = start_with_curve(start, tmp_path, "member", "other")
+    carrier = server.parts.carriers[0]
+    hello = m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, bytes(16), "raw", os.getpid(), [])
+    layout = Layout("uint8", (4096,))
+
+    def dealer(context: zmq.Context[zmq.Socket[bytes]], name: str) -> zmq.Socket[bytes]:
+        made = context.socket(zmq.DEALER)
+        made.linger, made.routing_id, made.rcvtimeo = 0, b"scheduler", 10_000
+        made.curve_publickey, made.curve_secretkey = zmq.auth.load_certificate(keys / f"clients/{name}.key_secret")
+        made.curve_serverkey = zmq.auth.load_certificate(keys / "server.key")[0]
+        made.connect(carrier.address)
+        return made
+
+    with zmq.Context() as context:
+        with dealer(context, "member") as member:
+            for request in (hello, m.RegisterLayout(2, 7, "uint8", [4096], "", layout.fingerprint)):
+                member.send(encode(request))
+                assert not isinstance(decode_reply(member.recv()), m.Error)
+
+        # A routing id is free once the library has noticed that its last owner is away.
+        def is_garbage() -> bool:
+            with dealer(context, "other") as other:
+                other.send(encode(m.Clear(3, 7)))
+                assert not other.poll(200), "no answer of another key's session"
+                return carrier.garbage > 0
+
+        def goes_on() -> bool:
+            with dealer(context, "member") as member:
+                member.send(encode(m.Noop(4)))
+                return bool(member.poll(200)) and decode_reply(member.recv()) == m.Done(4)
+
+        until(is_garbage)
+        until(goes_on)

@@ -9,24 +9,23 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.link.channel import Channel, Pending
 from lmcache_core.kernel.fence import STEP_OBJECTS
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
-from lmcache_core.testing.waiting import WAIT_S
+from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
+
+from .conftest import keys
 
 SMALL = Namespace("small", Layout("uint8", (4096,)))
 OBJECTS = 8 * STEP_OBJECTS
-
-
-def keys(count: int, first: int = 0) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in range(first, first + count)]
 
 
 def fill(client: Client, count: int = OBJECTS) -> None:
@@ -40,12 +39,12 @@ class Turns:
     def __init__(self, server: Server, patch: pytest.MonkeyPatch) -> None:
         self._go = threading.Semaphore(0)
         self._free = False
-        step = server.kernel.free_cleared
+        step = server.parts.kernel.free_cleared
 
         def stepped(now: float, objects_max: int = STEP_OBJECTS) -> int:
             return step(now, objects_max) if self._free or self._go.acquire(blocking=False) else 0
 
-        patch.setattr(server.kernel, "free_cleared", stepped)
+        patch.setattr(server.parts.kernel, "free_cleared", stepped)
 
     def one(self) -> None:
         self._go.release()
@@ -59,9 +58,9 @@ def turns(server: Server, monkeypatch: pytest.MonkeyPatch) -> Turns:
     return Turns(server, monkeypatch)
 
 
-def begin(client: Client) -> tuple[Any, Any]:
+def begin(client: Client) -> tuple[Channel, Pending]:
     channel = client.links.current().channel
-    return channel, channel.start(lambda rid: m.Clear(rid, SMALL.id, False))
+    return channel, channel.start(m.Clear(0, SMALL.id, False))
 
 
 def test_others_are_served_between_the_steps_and_the_answer_comes_last(
@@ -86,13 +85,32 @@ def test_others_are_served_between_the_steps_and_the_answer_comes_last(
         assert other.status()["l1"]["objects_by_state"]["ready"] == 2
 
 
+def test_a_pool_counts_as_cleared_once_nothing_is_left_of_what_another_server_has_cleared(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that dies before that leaves a pool that the next one clears again."""
+    pytest.importorskip("lmcache_mock")
+    server = start(l2={"m": {"type": "mock"}})
+    turns, parts = Turns(server, monkeypatch), server.parts
+    with server.connect() as client:
+        fill(client)
+        Epochs(parts.settings.state_dir / f"{parts.settings.name}.epochs").move(SMALL.id)
+        turns.one()
+        until(lambda: client.lookup(keys(OBJECTS), namespace=SMALL, tiers=[], prefix=False).hits < OBJECTS)
+        assert parts.kernel.clearing
+        assert parts.segment.clears == 0
+        turns.all()
+        until(lambda: parts.segment.clears != 0)
+        assert not parts.kernel.clearing
+
+
 def test_a_second_clear_is_answered_after_the_first(server: Server, client: Client, turns: Turns) -> None:
     fill(client)
     channel, first = begin(client)
     with server.connect() as other:
         other.store(keys(3), [bytes(4096)] * 3, namespace=SMALL)
         other_channel, second = begin(other)
-        nothing_left = other_channel.start(lambda rid: m.Clear(rid, None, False))
+        nothing_left = other_channel.start(m.Clear(0, None, False))
         other.noop()
         assert other_channel.poll(second) is None
         turns.all()
@@ -110,20 +128,20 @@ def test_the_clear_goes_on_when_the_session_that_asked_is_gone(server: Server, c
     turns.all()
     while client.status()["l1"]["used_bytes"]:
         client.noop()
-    assert not server.kernel.clearing
+    assert not server.parts.kernel.clearing
 
 
 def test_no_reader_finds_in_the_index_what_a_clear_has_answered_for(
     start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start()
-    if server.l1.index is None:
+    if server.parts.l1.index is None:
         pytest.skip("without the C extension there is no index")
     with server.connect() as client:
         fill(client)
-        assert server.l1.index.index.ready == OBJECTS
+        assert server.parts.l1.index.index.ready == OBJECTS
         client.clear(SMALL)
-        assert server.l1.index.index.ready == 0
+        assert server.parts.l1.index.index.ready == 0
 
 
 def test_a_server_that_is_told_to_end_finishes_its_clears_first(tmp_path: Path) -> None:

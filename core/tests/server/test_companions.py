@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -22,6 +21,7 @@ from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import compose, make_settings
 from lmcache_core.settings.model import Section
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json, embedded_server, server_settings
 
 NAMESPACE = Namespace("model", Layout("uint8", (4096,)))
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -47,7 +47,7 @@ class Shadow(Companion):
         self.stepped = threading.Event()
         made.append(self)
 
-    def offers(self) -> dict[str, Any]:
+    def offers(self) -> dict[str, object]:
         return {"path": "/somewhere", "size": self.settings.size}
 
     def committed(self, objects: Sequence[Any]) -> None:
@@ -77,12 +77,12 @@ class Shadow(Companion):
                     self.seen.append(bytes(view))
         self.stepped.set()
 
-    def operate(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def operate(self, operation: str, arguments: Mapping[str, object]) -> dict[str, object]:
         if operation == "echo":
             return dict(arguments)
         return super().operate(operation, arguments)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         return {"kept": len(self.there)}
 
     def abandon(self) -> None:
@@ -116,17 +116,8 @@ def registry():
 
 @pytest.fixture
 def server(registry, tmp_path):
-    settings = make_settings(
-        registry,
-        name=f"companion-{uuid4().hex[:8]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 8 << 20},
-        shadow={"size": 5},
-    )
     made.clear()
-    with Server(settings, registry) as server:
-        assert server.populator.wait(60)
+    with embedded_server(tmp_path, registry, l1={"size_bytes": 8 << 20}, shadow={"size": 5}) as server:
         yield server
     assert made[0].heard[-2:] == ["abandon", "close"]
 
@@ -141,7 +132,7 @@ def store(client, keys=KEYS) -> list[Status]:
     return list(client.store(keys, [key[:1] * 4096 for key in keys], namespace=NAMESPACE).statuses)
 
 
-def test_it_has_heard_of_everything_before_anybody_is_answered(client):
+def test_a_companion_is_informed_before_the_client_is_answered(client):
     assert client.companions() is None
     assert store(client) == [Status.STORED] * 4
     (shadow,) = made
@@ -177,7 +168,7 @@ def test_one_that_fails_is_abandoned_and_the_server_goes_on(client, what):
     into = bytearray(4096)
     assert client.retrieve(KEYS[:1], [into], namespace=NAMESPACE).hits == 1
     client.clear()
-    assert f"{what} failed" in client.status()["companions"]["shadow"]["abandoned"]
+    assert f"{what} failed" in client.status()["companions"]["shadow"]["disabled"]
     troubles = with_troubles(client.status())["troubles"]
     assert [text for text in troubles if "companion shadow failed" in text and f"{what} failed" in text]
     heard = list(shadow.heard)
@@ -194,7 +185,7 @@ def test_its_operations_are_the_server_s_own_user_s(client, server, monkeypatch)
         client.operate("shadow", "nothing")
     with pytest.raises(UsageError, match=r"no companion 'else'.*it has shadow"):
         client.operate("else", "echo")
-    for session in server.sessions:
+    for session in server.parts.sessions:
         monkeypatch.setattr(session, "uid", 12345)
     with pytest.raises(UsageError, match="only the server's own user"):
         client.operate("shadow", "echo")
@@ -202,14 +193,7 @@ def test_its_operations_are_the_server_s_own_user_s(client, server, monkeypatch)
 
 def test_a_server_that_cannot_be_built_leaves_no_companion_open(registry, tmp_path, monkeypatch):
     made.clear()
-    settings = make_settings(
-        registry,
-        name="companion-x",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 8 << 20, "backing": "memfd"},
-        shadow={},
-    )
+    settings = server_settings(tmp_path, registry, l1={"backing": "memfd"}, shadow={})
 
     def fail(*_: object) -> None:
         raise OSError("no socket today")

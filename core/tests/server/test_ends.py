@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +19,11 @@ from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.header import LAYOUT_ROW_BYTES, SERVING_OFFSET, WORKER_ROW_BYTES
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import until
 
-from .conftest import buffers, keys_of, payload, settings_for
+from .conftest import buffers, keys_of, payload
 
 Start = Callable[..., Server]
 
@@ -33,12 +33,12 @@ class Panic(BaseException):
 
 
 def nothing_left(server: Server) -> bool:
-    path = segment_path(server.settings.name)
+    path = segment_path(server.parts.settings.name)
     return not path.exists() and not Path(server.address).exists()
 
 
 def test_a_start_whose_last_word_cannot_be_said_leaves_nothing(tmp_path: Path) -> None:
-    server = Server(settings_for(tmp_path), load_plugins())
+    server = Server(server_settings(tmp_path))
 
     def nobody_listens(address: str) -> None:
         raise BrokenPipeError("nobody reads our output")
@@ -53,7 +53,7 @@ def test_an_embedded_server_is_served_by_one_thread_however_it_is_started(tmp_pa
         return sum(thread.name == "lmcache-server" for thread in threading.enumerate())
 
     before = serving()
-    with Server(settings_for(tmp_path), load_plugins()).start() as server:
+    with Server(server_settings(tmp_path)).start() as server:
         assert serving() == before + 1
         with pytest.raises(UsageError, match="was already started"):
             server.start()
@@ -67,7 +67,7 @@ def test_an_orderly_end_leaves_no_socket_and_none_that_another_has_made_goes(tmp
     pytest.importorskip("zmq")
     ours, others = tmp_path / "ours", tmp_path / "others"
     for path in (ours, others):
-        server = Server(settings_for(tmp_path, zmq={"ipc": str(path)}), load_plugins()).start()
+        server = Server(server_settings(tmp_path, zmq={"ipc": str(path)})).start()
         assert path.is_socket()
         if path is others:  # whoever binds there next replaces what is there
             path.unlink()
@@ -81,15 +81,15 @@ def test_an_orderly_end_leaves_no_socket_and_none_that_another_has_made_goes(tmp
 def test_a_client_that_connects_as_the_server_ends_finds_an_end_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(settings_for(tmp_path), load_plugins()).start()
+    server = Server(server_settings(tmp_path)).start()
     connect, late = server.connect(), []
 
     def close() -> None:  # the loop turns no more, and says not yet that it has ended
         late.append(connect.links.target.connection())
         ends()
 
-    ends = server.loop.close
-    monkeypatch.setattr(server.loop, "close", close)
+    ends = server.parts.loop.close
+    monkeypatch.setattr(server.parts.loop, "close", close)
     server.stop()
     (connection,) = late
     assert connection.ended()
@@ -101,9 +101,9 @@ def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("lmcache_core.pool.populate.Populator.start", no_threads)
-    settings = settings_for(tmp_path)
+    settings = server_settings(tmp_path)
     with pytest.raises(RuntimeError, match="new thread"):
-        Server(settings, load_plugins())
+        Server(settings)
     assert not segment_path(settings.name).exists()
     assert not list((tmp_path / "run").rglob("lifeline"))
 
@@ -118,14 +118,14 @@ def test_a_start_whose_second_carrier_cannot_be_served_leaves_no_socket_of_the_f
         "curve_clients_dir": str(tmp_path / "clients"),
     }
     with pytest.raises(SettingsError, match="key"):
-        Server(settings_for(tmp_path, zmq=zmq), load_plugins())
+        Server(server_settings(tmp_path, zmq=zmq))
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
 
 
 @pytest.mark.parametrize("step", ["lmcache_started", "lmcache_stopping"])
 def test_a_plugin_that_panics_changes_nothing_about_start_and_end(tmp_path: Path, step: str) -> None:
     registry = load_plugins()
-    server = Server(settings_for(tmp_path), registry)
+    server = Server(server_settings(tmp_path), registry)
     registry.call = _panicking(registry.call, step)  # type: ignore[method-assign]
     with pytest.raises(Panic) if step == "lmcache_started" else nullcontext():
         server.start()
@@ -134,8 +134,8 @@ def test_a_plugin_that_panics_changes_nothing_about_start_and_end(tmp_path: Path
     assert nothing_left(server)
 
 
-def _panicking(call: Callable[..., Any], step: str) -> Callable[..., Any]:
-    def panics(hook: str, *args: Any, **kwargs: Any) -> Any:
+def _panicking(call: Callable[..., object], step: str) -> Callable[..., object]:
+    def panics(hook: str, *args: object, **kwargs: object) -> object:
         if hook == step:
             raise Panic(step)
         return call(hook, *args, **kwargs)
@@ -147,10 +147,10 @@ def _panicking(call: Callable[..., Any], step: str) -> Callable[..., Any]:
 def test_a_step_of_the_end_that_fails_keeps_no_other_from_being_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    server = Server(settings_for(tmp_path), load_plugins())
+    server = Server(server_settings(tmp_path))
     owner, name = step.split(".")
-    part = getattr(server, owner)
-    real, serve = getattr(part, name), server.segment.serve
+    part = getattr(server.parts, owner)
+    real, serve = getattr(part, name), server.parts.segment.serve
     ending, failed = threading.Event(), threading.Event()
 
     def fails() -> None:
@@ -164,7 +164,7 @@ def test_a_step_of_the_end_that_fails_keeps_no_other_from_being_taken(
         ending.set()
 
     with server:
-        monkeypatch.setattr(server.segment, "serve", first_step)
+        monkeypatch.setattr(server.parts.segment, "serve", first_step)
         monkeypatch.setattr(part, name, fails)
     assert failed.is_set()
     assert server.end_faults == 1
@@ -176,7 +176,7 @@ def test_a_server_that_drains_takes_nothing_new(start: Start, namespace: Namespa
     with server.connect() as client:
         assert client.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).statuses == [Status.STORED]
         done = threading.Event()
-        server.loop.call(lambda: (server.kernel.begin_drain(), done.set()))
+        server.parts.loop.call(lambda: (server.parts.kernel.begin_drain(), done.set()))
         assert done.wait(60)
         statuses = client.store(keys_of("a", "b"), [payload(namespace, 1)] * 2, namespace=namespace).statuses
         assert statuses == [Status.EXISTS, Status.DRAINING]
@@ -187,19 +187,21 @@ def test_a_server_that_drains_takes_nothing_new(start: Start, namespace: Namespa
 
 
 def scribble_rows(server: Server, data: bytes) -> None:
-    header = server.segment.header
+    header = server.parts.segment.header
     end = header.workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
-    server.segment.buffer[header.workers_offset : end] = data * (end - header.workers_offset)
+    server.parts.segment.buffer[header.workers_offset : end] = data * (end - header.workers_offset)
 
 
 def scribble_layouts(server: Server, data: bytes) -> None:
-    header = server.segment.header
+    header = server.parts.segment.header
     end = header.layouts_offset + LAYOUTS_MAX * LAYOUT_ROW_BYTES
-    server.segment.buffer[header.layouts_offset : end] = data * (end - header.layouts_offset)
+    server.parts.segment.buffer[header.layouts_offset : end] = data * (end - header.layouts_offset)
 
 
 def scribble_front(server: Server, data: bytes) -> None:
-    server.segment.buffer[: server.segment.header.index_offset] = data * server.segment.header.index_offset
+    server.parts.segment.buffer[: server.parts.segment.header.index_offset] = (
+        data * server.parts.segment.header.index_offset
+    )
 
 
 @pytest.mark.parametrize("data", [b"\0", b"\xff", b"\x01"])
@@ -234,7 +236,7 @@ def test_a_scribbled_worker_table_is_none_of_the_end_s_business(start: Start, na
             server.begin_drain()
             stopping.set()
 
-        server.loop.call(scribble_and_stop)
+        server.parts.loop.call(scribble_and_stop)
         assert stopping.wait(60)
     server.stop()
     assert server.end_faults == 0
@@ -246,15 +248,15 @@ def test_a_zeroed_serving_word_is_written_again(start: Start, namespace: Namespa
     server = start()
 
     def zero() -> None:
-        server.segment.buffer[SERVING_OFFSET : SERVING_OFFSET + 8] = bytes(8)
+        server.parts.segment.buffer[SERVING_OFFSET : SERVING_OFFSET + 8] = bytes(8)
 
     assert _repaired(server, zero) == 1
-    assert server.segment.serving == server.kernel.epoch
+    assert server.parts.segment.serving == server.parts.kernel.epoch
 
 
 def _repaired(server: Server, scribble: Callable[[], object]) -> int:
     """Words that the next housekeeping puts right after this, with none in between."""
-    master = server.segment.master
+    master = server.parts.segment.master
     assert master is not None
     before: list[int] = []
 
@@ -262,6 +264,6 @@ def _repaired(server: Server, scribble: Callable[[], object]) -> int:
         scribble()
         before.append(master.repaired)
 
-    server.loop.call(begin)
+    server.parts.loop.call(begin)
     until(lambda: before and master.repaired != before[0], "the next housekeeping")
     return master.repaired - before[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,8 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.tables import SlotState
 from lmcache_core.server.server import Server
 from lmcache_core.server.status import describe
-from lmcache_core.settings.compose import make_settings
+from lmcache_core.settings.model import Settings
+from lmcache_testing.embedded import server_settings
 
 LAYOUT = Layout("uint8", (4096,))
 SPACE = 5
@@ -38,13 +38,9 @@ class FaultyTiers:
 
 @pytest.mark.skipif(native is None, reason="the index is kept by the C extension alone")
 def test_what_follows_a_fault_is_carried_out_all_the_same(tmp_path: Path) -> None:
-    settings = make_settings(
-        name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    server = Server(settings, load_plugins())
-    kernel, l1 = server.kernel, server.l1
-    kernel.add_memory(server.segment.info.data_bytes)
+    server = Server(_settings(tmp_path))
+    kernel, l1 = server.parts.kernel, server.parts.l1
+    kernel.add_memory(server.parts.segment.info.data_bytes)
     l1.add_layout(1, LAYOUT)
     former = _store(server, key(1))
     l1.apply()
@@ -69,8 +65,8 @@ def test_who_only_listens_and_fails_keeps_nothing_from_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(_settings(tmp_path, subscribers={"log": {}}), load_plugins())
-    kernel, l1 = server.kernel, server.l1
-    kernel.add_memory(server.segment.info.data_bytes)
+    kernel, l1 = server.parts.kernel, server.parts.l1
+    kernel.add_memory(server.parts.segment.info.data_bytes)
     l1.add_layout(1, LAYOUT)
     _store(server, key(1))
     l1.apply()
@@ -78,7 +74,7 @@ def test_who_only_listens_and_fails_keeps_nothing_from_the_pool(
     def fails(effect: Any) -> None:
         raise RuntimeError("the tap has a fault")
 
-    monkeypatch.setattr(l1.taps, "effect", fails)
+    monkeypatch.setattr(l1.observer, "effect", fails)
     _store(server, key(2))
     kernel.drop(SPACE, [key(1)], 0.0, Reason.DROPPED)
     l1.apply()
@@ -94,8 +90,8 @@ def test_a_removal_that_fails_is_finished_before_its_slot_is_another_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(_settings(tmp_path), load_plugins())
-    kernel, l1 = server.kernel, server.l1
-    kernel.add_memory(server.segment.info.data_bytes)
+    kernel, l1 = server.parts.kernel, server.parts.l1
+    kernel.add_memory(server.parts.segment.info.data_bytes)
     l1.add_layout(1, LAYOUT)
     slots = [_store(server, key(number)) for number in range(3)]
     l1.apply()
@@ -119,18 +115,18 @@ def test_a_removal_that_fails_is_finished_before_its_slot_is_another_s(
 
 def test_a_notice_that_ends_a_peer_finds_all_that_was_decided_carried_out(tmp_path: Path) -> None:
     server = Server(_settings(tmp_path), load_plugins())
-    kernel, l1 = server.kernel, server.l1
-    kernel.add_memory(server.segment.info.data_bytes)
+    kernel, l1 = server.parts.kernel, server.parts.l1
+    kernel.add_memory(server.parts.segment.info.data_bytes)
     l1.add_layout(1, LAYOUT)
     offset = _store(server, key(1))
     kernel.prepare_store(SERVER_SESSION, SPACE, 1, [key(2)], 0.0, ttl_s=1.0)
     l1.apply()
     seen = []
 
-    def ends_a_peer(effect: Any) -> None:
-        seen.append(server.segment.tables.slot(offset)[0])
+    def ends_a_peer(effect: object) -> None:
+        seen.append(server.parts.segment.tables.slot(offset)[0])
         kernel.drop(SPACE, [key(3)], 2.0, Reason.DROPPED)
-        l1.apply()  # as `Sessions.lost` does
+        l1.apply()  # as `SessionTable.lost` does
         seen.append(list(kernel.effects))
 
     l1.notify = ends_a_peer
@@ -142,33 +138,26 @@ def test_a_notice_that_ends_a_peer_finds_all_that_was_decided_carried_out(tmp_pa
 
 
 def test_status_calls_populated_what_can_be_handed_out(tmp_path: Path) -> None:
-    settings = make_settings(
-        name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    server = Server(settings, load_plugins())
-    assert server.populator.wait(60)  # on its own thread; the loop, which hears of it, does not run
+    server = Server(_settings(tmp_path))
+    assert server.parts.populator.wait(60)  # on its own thread; the loop, which hears of it, does not run
     assert describe(server)["pool"]["populated_bytes"] == 0
     with server, server.connect() as client:
-        assert client.status()["pool"]["populated_bytes"] == server.segment.info.data_bytes
+        assert client.status()["pool"]["populated_bytes"] == server.parts.segment.info.data_bytes
 
 
-def _settings(tmp_path: Path, **more: Any) -> Any:
-    return make_settings(
-        name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1, **more,
-    )  # fmt: skip
+def _settings(tmp_path: Path, **more: Any) -> Settings:
+    return server_settings(tmp_path, l1={"size_bytes": 4 << 20}, drain_s=0.1, **more)
 
 
 def _store(server: Server, name: bytes) -> int:
     """Write and commit one object; the offset of its slot. Nothing is carried out yet."""
-    grants = server.kernel.prepare_store(SERVER_SESSION, SPACE, 1, [name], 0.0)
-    server.kernel.commit_store(SERVER_SESSION, grants.lease_id, 0.0)
+    grants = server.parts.kernel.prepare_store(SERVER_SESSION, SPACE, 1, [name], 0.0)
+    server.parts.kernel.commit_store(SERVER_SESSION, grants.lease_id, 0.0)
     return grants.offsets[0]
 
 
 def _state(server: Server, name: bytes) -> str:
     """What the index says of an object."""
-    assert server.l1.index is not None
-    entry = server.l1.index.index.entry(SPACE, name)
+    assert server.parts.l1.index is not None
+    entry = server.parts.l1.index.index.entry(SPACE, name)
     return "" if entry is None else str(entry["state"])

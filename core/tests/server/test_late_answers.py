@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 
 from lmcache_core.protocol import messages as m
-from lmcache_core.server import late_answers
-from lmcache_core.server.late_answers import LateAnswers
-from lmcache_core.server.session import Session
+from lmcache_core.server.peers import late_answers
+from lmcache_core.server.peers.late_answers import LateAnswers
+from lmcache_core.server.peers.session import Session
 
 NUMBERS = count(1)
 

@@ -13,8 +13,8 @@ import pytest
 
 from lmcache_core.clock import Clock
 from lmcache_core.pool.backing import Access
-from lmcache_core.server.lifeline import LifelineListener
-from lmcache_core.server.loop import Loop
+from lmcache_core.server.peers.lifeline import LifelineListener
+from lmcache_core.server.process.loop import Loop
 
 
 class Panic(BaseException):
@@ -205,7 +205,7 @@ def test_a_connection_that_can_neither_be_accepted_nor_turned_away_waits_and_doe
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)
     close(free)  # the next number: all below it are taken
-    monkeypatch.setattr("lmcache_core.server.lifeline.os.close", close_and_lose)
+    monkeypatch.setattr("lmcache_core.server.peers.lifeline.os.close", close_and_lose)
     try:
         for client in clients:
             client.connect(str(listener.path))

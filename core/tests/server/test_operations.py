@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
-from uuid import uuid4
 
 import msgspec
 import pytest
@@ -14,17 +13,20 @@ import pytest
 from lmcache_core import ComponentSpec, Kind, hookimpl
 from lmcache_core.client.client import Client
 from lmcache_core.errors import CacheError, LimitError, SettingsError, UsageError
-from lmcache_core.limits import OPERATION_SAMPLE_BYTES_MAX
+from lmcache_core.limits import OPERATION_SAMPLE_BYTES_MAX, OPERATIONS_PER_SESSION_MAX
+from lmcache_core.native import native
 from lmcache_core.plugins.discovery import ALLOW_LIST
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server.operation import OperationContext, PoolView, ServerOperation
+from lmcache_core.server.operation import AnsweredRequest, OperationContext, PoolView, ServerOperation
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Section
-from lmcache_core.testing import OperationContract
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing import OperationContract
+from lmcache_testing.embedded import Json, embedded_server, server_settings
+from lmcache_testing.waiting import until
 
 SPACE = Namespace("operations", Layout("uint8", (4096,)))
 KEY = bytes(range(32))
@@ -73,6 +75,8 @@ class Look(ServerOperation):
             return Ask(1, b"")  # type: ignore[return-value]
         if request.what == "refuse":
             raise UsageError("ask for something else")
+        if request.what == "name":
+            raise UsageError("no such file: \udcff")
         return self.context.on_loop(lambda view: self.look(view, request))
 
     def look(self, view: PoolView, request: Any) -> Told:
@@ -89,6 +93,16 @@ class SlowLook(Look):
     runs: ClassVar[Literal["loop", "lane"]] = "lane"
 
 
+class Odd(Look):
+    """Its figures are none, or too many, by its size; its close hangs."""
+
+    def status(self) -> Any:
+        return {1: 7, 2: {"a": object()}, 3: {"a": 10**30}, 4: {"a": "x" * 100_000}}[self.settings.size]
+
+    def close(self) -> None:
+        leave.wait(60)
+
+
 class Counting(Look):
     """Remembers what others have asked, in other servers, too."""
 
@@ -99,6 +113,33 @@ class Counting(Look):
         return super().handle(request)
 
 
+class Watching(Look):
+    """Watches what others ask, between two calls; from the start with size 1, and with size 2 it has a bug."""
+
+    runs: ClassVar[Literal["loop", "lane"]] = "lane"
+
+    def __init__(self, settings: LookSettings, context: OperationContext) -> None:
+        super().__init__(settings, context)
+        self.seen: list[AnsweredRequest] = []
+        self.end = context.watch(self.answered) if settings.size == 1 else None
+
+    def answered(self, request: AnsweredRequest) -> None:
+        self.seen.append(request)
+        if self.settings.size == 2:
+            raise RuntimeError("a bug")
+
+    def handle(self, request: AnsweredRequest) -> Told:
+        if self.end is None:
+            self.end = self.context.watch(self.answered)
+        else:
+            self.end()
+            self.end = None
+        return Told(len(self.seen), b"", ",".join(f"{each.kind} {each.hits}" for each in self.seen))
+
+    def status(self) -> Json:
+        return {"watches": self.end is not None}
+
+
 class Plugin:
     @hookimpl
     def lmcache_components(self) -> list[ComponentSpec]:
@@ -106,7 +147,9 @@ class Plugin:
         return [
             ComponentSpec(Kind.OPERATION, "look", f"{here}:Look", f"{here}:LookSettings", "looks"),
             ComponentSpec(Kind.OPERATION, "slow_look", f"{here}:SlowLook", f"{here}:LookSettings", "looks slowly"),
+            ComponentSpec(Kind.OPERATION, "odd", f"{here}:Odd", f"{here}:LookSettings", "odd"),
             ComponentSpec(Kind.OPERATION, "counting", f"{here}:Counting", f"{here}:LookSettings", "remembers"),
+            ComponentSpec(Kind.OPERATION, "watching", f"{here}:Watching", f"{here}:LookSettings", "", always=True),
         ]
 
 
@@ -119,17 +162,50 @@ def registry() -> Registry:
 
 @pytest.fixture
 def client(registry: Registry, tmp_path: Path) -> Iterator[Client]:
-    settings = make_settings(
-        registry, name=f"op-{uuid4().hex[:8]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 8 << 20, "backing": "memfd"}, operations={"look": {"size": 6}, "slow_look": {}},
-    )  # fmt: skip
     entered.clear()
     leave.clear()
-    with Server(settings, registry) as server:
-        assert server.populator.wait(60)
+    operations = {"look": {"size": 6}, "slow_look": {}}
+    with embedded_server(tmp_path, registry, l1={"backing": "memfd"}, operations=operations) as server:
         with server.connect() as made:
             yield made
         leave.set()
+
+
+def asked_by(client: Client) -> None:
+    """A hit of the index, where that is open, a miss and a store."""
+    client.store([KEY], [bytes(4096)], namespace=SPACE)
+    assert client.lookup([KEY], namespace=SPACE).hits == 1
+    client.lookup([bytes(32)], namespace=SPACE)
+
+
+def test_an_operation_that_is_always_there_may_watch_all_requests_with_their_answers(client: Client) -> None:
+    asked_by(client)
+    assert not client.call_operation("watching", Ask(1, b""), Told).nbytes
+    assert client.status()["operations"]["watching"]["watches"]
+    asked_by(client)
+    assert client.call_operation("watching", Ask(1, b""), Told).thread == "store 0,lookup 1,lookup 0"
+    asked_by(client)
+    assert client.call_operation("watching", Ask(1, b""), Told).nbytes == 3, "nothing after its end"
+
+
+@pytest.mark.parametrize(("size", "seen"), [(1, "store 1,lookup 1,lookup 0"), (2, "store 1")])
+def test_it_may_watch_from_the_start_and_ends_where_it_fails(
+    registry: Registry, tmp_path: Path, size: int, seen: str
+) -> None:
+    with embedded_server(
+        tmp_path, registry, l1={"backing": "memfd"}, operations={"watching": {"size": size}}
+    ) as server:
+        with server.connect() as client:
+            if size == 2:
+                client.call_operation("watching", Ask(1, b""), Told)
+            asked_by(client)
+            assert client.call_operation("watching", Ask(1, b""), Told).thread == seen
+            asked_by(client)
+            before = client.status()["traffic"]["lookups"]
+            assert client.lookup([KEY], namespace=SPACE).hits == 1
+            after = client.status()["traffic"]["lookups"]
+            if native is not None:  # who reads the index
+                assert after["calls_by_index"] == before["calls_by_index"] + 1, "the index is open again"
 
 
 @pytest.mark.parametrize(("name", "size"), [("look", 6), ("slow_look", 4)])
@@ -142,7 +218,7 @@ def test_an_operation_sees_what_is_in_the_pool(client: Client, name: str, size: 
 
 
 def test_one_in_a_lane_keeps_nobody_waiting_but_its_like(client: Client) -> None:
-    answers: list[Any] = []
+    answers: list[object] = []
     threads = [
         threading.Thread(
             target=lambda: answers.append(client.call_operation("slow_look", Ask(SPACE.id, KEY, "hang"), Told))
@@ -162,8 +238,34 @@ def test_one_in_a_lane_keeps_nobody_waiting_but_its_like(client: Client) -> None
     assert len(answers) == 3
 
 
+def test_calls_of_one_session_leave_room_for_those_of_others(registry: Registry, tmp_path: Path) -> None:
+    entered.clear()
+    leave.clear()
+    ask, answers = Ask(SPACE.id, KEY, "hang"), []
+    with embedded_server(tmp_path, registry, operations={"slow_look": {}}) as server, server.connect() as busy:
+
+        def call(client: Client) -> None:
+            answers.append(client.call_operation("slow_look", ask, Told))
+
+        threads = [threading.Thread(target=call, args=(busy,)) for _ in range(OPERATIONS_PER_SESSION_MAX)]
+        for thread in threads:
+            thread.start()
+        until(lambda: busy.status()["operations"]["slow_look"]["calls"] == OPERATIONS_PER_SESSION_MAX)
+        with pytest.raises(LimitError, match="operations of this session wait already"):
+            call(busy)
+        with server.connect() as other:
+            threads.append(threading.Thread(target=call, args=(other,)))
+            threads[-1].start()
+            until(lambda: busy.status()["operations"]["slow_look"]["calls"] == OPERATIONS_PER_SESSION_MAX + 2)
+            leave.set()
+            for thread in threads:
+                thread.join(60)
+        assert len(answers) == OPERATIONS_PER_SESSION_MAX + 1
+        call(busy)
+
+
 @pytest.mark.parametrize("name", ["look", "slow_look"])
-def test_what_it_raises_is_told_and_the_server_goes_on(client: Client, name: str) -> None:
+def test_an_operations_error_reaches_its_client_and_the_server_goes_on(client: Client, name: str) -> None:
     with pytest.raises(UsageError, match="ask for something else"):
         client.call_operation(name, Ask(SPACE.id, KEY, "refuse"), Told)
     with pytest.raises(CacheError, match="log has the traceback"):
@@ -183,7 +285,7 @@ def test_requests_and_names_that_are_not_known_are_refused_with_words(client: Cl
 
     with pytest.raises(UsageError, match="colour"):
         client.call_operation("look", Other("red"), Told)
-    with pytest.raises(UsageError, match="it has look, slow_look"):
+    with pytest.raises(UsageError, match="it has watching, look, slow_look"):
         client.call_operation("touch", Ask(SPACE.id, KEY), Told)
     with pytest.raises(UsageError, match="is not a Other"):
         client.call_operation("look", Ask(SPACE.id, KEY), Other)
@@ -197,7 +299,9 @@ def test_settings_of_an_operation_are_checked_like_all_others(registry: Registry
 
 
 @pytest.mark.parametrize("name", ["look", "slow_look"])
-def test_an_answer_that_is_no_reply_of_its_is_a_fault(client: Client, name: str, caplog: Any) -> None:
+def test_an_answer_that_is_no_reply_of_its_is_a_fault(
+    client: Client, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(CacheError, match="failed; the server's log has the traceback"):
         client.call_operation(name, Ask(SPACE.id, KEY, "another"), Told)
     assert "it returned a Ask instead of a Told" in caplog.text
@@ -205,10 +309,7 @@ def test_an_answer_that_is_no_reply_of_its_is_a_fault(client: Client, name: str,
 
 
 def test_the_contract_catches_what_an_operation_keeps_beyond_its_server(registry: Registry, tmp_path: Path) -> None:
-    settings = make_settings(
-        registry, name=f"op-{uuid4().hex[:8]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 8 << 20, "backing": "memfd"}, operations={"look": {}, "counting": {}},
-    )  # fmt: skip
+    settings = server_settings(tmp_path, registry, l1={"backing": "memfd"}, operations={"look": {}, "counting": {}})
     with Server(settings, registry) as server:
         for component, operation in (("look", Look), ("counting", Counting)):
             contract = type("Contract", (OperationContract,), {"component": component})()
@@ -217,3 +318,24 @@ def test_the_contract_catches_what_an_operation_keeps_beyond_its_server(registry
             else:
                 with pytest.raises(AssertionError, match=r"it has changed Counting\.asked of its class"):
                     contract.test_it_keeps_nothing_beyond_its_server(server, operation, Ask(SPACE.id, KEY))
+
+
+@pytest.mark.parametrize("operation", ["look", "slow_look"])
+def test_a_refusal_with_a_name_that_is_no_utf8_reaches_its_caller(client: Client, operation: str) -> None:
+    with pytest.raises(UsageError, match=r"no such file: \\udcff"):
+        client.call_operation(operation, Ask(SPACE.id, KEY, "name"), Told)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_figures_that_cannot_be_sent_cost_only_their_own(registry: Registry, tmp_path: Path, size: int) -> None:
+    leave.clear()
+    tables: Json = {"l1": {"backing": "memfd"}, "operations": {"odd": {"size": size}}}
+    with embedded_server(tmp_path, registry, **tables) as server, server.connect() as client:
+        assert "error" in client.status()["operations"]["odd"]
+        server.stop()  # although its close hangs
+    leave.set()
+
+
+def test_a_request_that_cannot_be_encoded_is_refused_at_the_caller(client: Client) -> None:
+    with pytest.raises(UsageError, match="cannot be sent"):
+        client.call_operation("look", {"namespace": 1 << 80}, Told)

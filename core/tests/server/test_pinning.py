@@ -30,7 +30,7 @@ def test_the_mapping_is_pinned_once_for_as_long_as_it_is_there(
 ) -> None:
     monkeypatch.setattr("lmcache_core.pool.cuda._TorchRuntime", Runtime)
     assert client.pin_memory()
-    assert [nbytes for _, nbytes in Runtime.registered] == [server.segment.header.segment_bytes]
+    assert [nbytes for _, nbytes in Runtime.registered] == [server.parts.segment.header.segment_bytes]
     assert not client.pin_memory()
     assert len(Runtime.registered) == 1
     client.close()

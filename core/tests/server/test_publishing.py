@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.cli.check import index_of
+from lmcache_core.cli.check import header_of, index_of
 from lmcache_core.client.client import Client
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
 
-from .conftest import MIB, keys_of, settings_for
+from .conftest import MIB, keys_of
 
 pytestmark = pytest.mark.skipif(native is None, reason="there is no index without the C extension")
 
@@ -64,15 +65,15 @@ def test_the_log_and_status_say_when_entries_run_out_and_the_figure_they_say_is_
 
 
 def test_check_says_for_which_objects_entries_will_run_out_and_the_figure_to_set(tmp_path: Path, start: Start) -> None:
-    few = index_of(settings_for(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": FEW}))
+    few = index_of(header_of(server_settings(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": FEW})))
     assert "4,096 entries" in few.message
     assert "of 20,480 bytes or more" in few.message
     assert few.cure == "set l1.index_entries = 16384, or 0 for the same"
-    usual = index_of(settings_for(tmp_path, l1={"size_bytes": 64 * MIB}))
+    usual = index_of(header_of(server_settings(tmp_path, l1={"size_bytes": 64 * MIB})))
     assert "16,384 entries" in usual.message
     assert "set l1.index_entries = 32768" in usual.message
     assert usual.cure == ""
-    ample = index_of(settings_for(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": 32768}))
+    ample = index_of(header_of(server_settings(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": 32768})))
     assert ample.message.endswith("of 2,560 bytes or more")
 
     server = start(l1={"size_bytes": 64 * MIB, "index_entries": 32768})  # the figure for whole pages

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from lmcache_core.server.session import Session
-from lmcache_core.server.session_states import SESSION_TRANSITIONS, SessionEvent, SessionState
+from lmcache_core.server.peers.session import Session
+from lmcache_core.server.peers.session_states import SESSION_TRANSITIONS, SessionEvent, SessionState
 
 
 def session(state: SessionState) -> Session:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -34,16 +34,17 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
-from lmcache_core.server.components import build_kernel
-from lmcache_core.server.l1 import L1
+from lmcache_core.server.peers.session import Peer, Session
+from lmcache_core.server.peers.session_states import SessionState
+from lmcache_core.server.peers.shares import Share
+from lmcache_core.server.pool.l1 import L1
+from lmcache_core.server.pool.opening import build_kernel
 from lmcache_core.server.server import Server
-from lmcache_core.server.session import Peer, Session
-from lmcache_core.server.session_states import SessionState
-from lmcache_core.server.shares import Share
-from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import WAIT_S
 
-from .conftest import keys_of, payload, settings_for
+from .conftest import keys_of, payload
 
 MINE = f"uid {os.geteuid()}"
 ROWS_MAX = WORKERS_MAX - ROWS_RETURNING_MAX
@@ -70,9 +71,12 @@ class Caller(Peer):
         pass
 
 
-def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
+V = TypeVar("V")
+
+
+def on_loop(server: Server, ask: Callable[[], V]) -> V:
     """What a call gives on the loop's own thread."""
-    answers: list[Any] = []
+    answers: list[object] = []
     done = threading.Event()
 
     def run() -> None:
@@ -82,7 +86,7 @@ def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
             answers.append(error)
         done.set()
 
-    server.loop.call(run)
+    server.parts.loop.call(run)
     assert done.wait(WAIT_S)
     if isinstance(answers[0], Exception):
         raise answers[0]
@@ -92,7 +96,9 @@ def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
 def join(server: Server, origin: str, *, wants_pool: bool = False, client_id: bytes = b"") -> Session:
     """A session of that holder. On the loop."""
     client_id = client_id or os.urandom(16)
-    return server.sessions.open(Caller(origin), client_id, "test", 0, server.clock.now, wants_pool=wants_pool)
+    return server.parts.sessions.open(
+        Caller(origin), client_id, "test", 0, server.parts.clock.now, wants_pool=wants_pool
+    )
 
 
 # --- the rule --------------------------------------------------------------------------------------------------
@@ -181,7 +187,7 @@ def test_one_user_has_most_worker_rows_and_leaves_some_to_others(server: Server,
         def crowd() -> list[Session]:
             sessions = [join(server, "key A", wants_pool=True) for _ in range(ROWS_ALONE - 1)]  # and one is mine
             for session in sessions:
-                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+                server.parts.kernel.lookup(session.id, namespace.id, keys, server.parts.clock.now, hold=True)
             return sessions
 
         crowded = on_loop(server, crowd)
@@ -193,7 +199,7 @@ def test_one_user_has_most_worker_rows_and_leaves_some_to_others(server: Server,
             assert another.status()["l1"]["holders"]["key A"]["rows"] == ROWS_ALONE - 1
         assert on_loop(server, lambda: join(server, "key B", wants_pool=True)).state is SessionState.SEATED
         assert on_loop(server, lambda: join(server, "key A")).state is SessionState.OPEN, "it may look up"
-        on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in crowded[:8]])
+        on_loop(server, lambda: [server.parts.sessions.goodbye(each, server.parts.clock.now) for each in crowded[:8]])
         assert on_loop(server, lambda: join(server, "key A", wants_pool=True)).state is SessionState.SEATED
 
 
@@ -212,10 +218,10 @@ def test_who_says_to_come_back_again_and_again_has_few_rows_more(server: Server,
         def crowd() -> None:
             for number in range(WORKERS_MAX):
                 session = join(server, "key A", wants_pool=True, client_id=b"%016d" % (number % 4))
-                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+                server.parts.kernel.lookup(session.id, namespace.id, keys, server.parts.clock.now, hold=True)
 
         on_loop(server, crowd)  # who comes back takes its promises along: what it had holds nothing
-        assert on_loop(server, lambda: server.shares.rows.of("key A")) <= ROWS_ALONE + ROWS_RETURNING_MAX
+        assert on_loop(server, lambda: server.parts.shares.rows.of("key A")) <= ROWS_ALONE + ROWS_RETURNING_MAX
         assert on_loop(server, lambda: join(server, "key B", wants_pool=True)).state is SessionState.SEATED
 
 
@@ -227,7 +233,7 @@ def test_where_all_rows_are_taken_who_comes_back_gets_one(server: Server, namesp
         def crowd() -> None:
             for number in range(ROWS_MAX - 1):
                 session = join(server, f"key {number}", wants_pool=True, client_id=b"%016d" % number)
-                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+                server.parts.kernel.lookup(session.id, namespace.id, keys, server.parts.clock.now, hold=True)
 
         on_loop(server, crowd)
         with pytest.raises(LimitError, match=f"{ROWS_MAX} of {ROWS_MAX} worker rows"):
@@ -241,7 +247,7 @@ def test_where_all_rows_are_taken_who_comes_back_gets_one(server: Server, namesp
 
 def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> None:
     def register(session: Session, number: int) -> int:
-        return server.namespaces.register(session, number, Layout("uint8", (number,)))
+        return server.parts.namespaces.register(session, number, Layout("uint8", (number,)))
 
     def crowd() -> Session:
         session = join(server, "key A")
@@ -256,10 +262,10 @@ def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> 
     on_loop(server, lambda: register(second, 7))  # one that is there costs nothing
     on_loop(server, lambda: register(stranger, 6000))
     assert len(first.namespaces) == LAYOUTS_ALONE, "nobody else loses any"
-    assert server.shares.layouts.of("key A") == LAYOUTS_ALONE
-    on_loop(server, lambda: server.sessions.goodbye(first, server.clock.now))
+    assert server.parts.shares.layouts.of("key A") == LAYOUTS_ALONE
+    on_loop(server, lambda: server.parts.sessions.goodbye(first, server.parts.clock.now))
     on_loop(server, lambda: register(second, 5000))
-    assert server.shares.layouts.of("key A") == 2  # 7, which the second uses, and its new one
+    assert server.parts.shares.layouts.of("key A") == 2  # 7, which the second uses, and its new one
 
 
 def test_adopted_layouts_are_whose_who_registers_them(tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_adopted_layouts_are_whose_who_registers_them(tmp_path: Path) -> None:
     adopted = {at: (layout.fingerprint, layout.nbytes) for at, layout in enumerate(layouts, 1)}
     share = Share(LAYOUTS_MAX - 1)
     with Segment.create("shares", 4 << 20, "memfd", runtime_dir=tmp_path) as segment:
-        kernel = build_kernel(settings_for(tmp_path), load_plugins(), segment)
+        kernel = build_kernel(server_settings(tmp_path), load_plugins(), segment)
         l1 = L1(kernel, segment, Clock(), lambda effect: None, share, former_layouts=adopted)
         assert (share.taken, share.of("")) == (3, 3)
         layout_id = l1.layout_id(layouts[1], frozenset, "key A")
@@ -283,13 +289,13 @@ def test_a_user_with_very_many_namespaces_forgets_its_own_and_nobody_elses(serve
 
     def register(session: Session, numbers: range) -> None:
         for number in numbers:
-            server.namespaces.register(session, number, layout)
+            server.parts.namespaces.register(session, number, layout)
 
     mine, stranger = on_loop(server, lambda: (join(server, "key A"), join(server, "key B")))
     on_loop(server, lambda: register(stranger, range(100)))
     most = int(SHARED_FRACTION_PER_HOLDER_MAX * (NAMESPACES_MAX - 100))
     # As many as some hundred other sessions of it would have.
-    on_loop(server, lambda: server.shares.namespaces.take("key A", most - 200))
+    on_loop(server, lambda: server.parts.shares.namespaces.take("key A", most - 200))
     on_loop(server, lambda: register(mine, range(1000, 1500)))
     assert len(mine.namespaces) == 200
     assert 1499 in mine.namespaces
@@ -298,33 +304,33 @@ def test_a_user_with_very_many_namespaces_forgets_its_own_and_nobody_elses(serve
     assert len(late.namespaces) == NAMESPACES_PER_SESSION_KEPT, "it can go on working"
     on_loop(server, lambda: register(stranger, range(100, 300)))
     assert len(stranger.namespaces) == 300
-    on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in (mine, late)])
-    assert server.shares.namespaces.of("key A") == most - 200
+    on_loop(server, lambda: [server.parts.sessions.goodbye(each, server.parts.clock.now) for each in (mine, late)])
+    assert server.parts.shares.namespaces.of("key A") == most - 200
     assert most > NAMESPACES_PER_SESSION_MAX * 100, "a node of a hundred busy workers is nowhere near"
 
 
 def test_lookups_of_one_user_leave_room_for_those_of_others(
-    start: Callable[..., Server], tmp_path: Any, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Server], tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = pytest.importorskip("lmcache_fs.adapter").FsAdapter
     over, exists = threading.Event(), adapter.exists
 
-    def silent(self: Any, keys: Any, deadline: float) -> Any:
+    def silent(self: Session, keys: Sequence[bytes], deadline: float) -> object:
         over.wait(WAIT_S)
         return exists(self, keys, deadline)
 
     monkeypatch.setattr(adapter, "exists", silent)
     server = start(l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}})
-    share = server.shares.lookups
+    share = server.parts.shares.lookups
 
     def ask(origin: str, sessions: int, each: int) -> list[m.LookupReply | None]:
         answers = []
         for _ in range(sessions):
             session = join(server, origin)
-            server.namespaces.register(session, namespace.id, namespace.layout)
+            server.parts.namespaces.register(session, namespace.id, namespace.layout)
             for rid in range(each):
                 request = m.LookupRequest(rid, namespace.id, join_keys(keys_of(rid)), m.LookupOptions(wait_s=WAIT_S))
-                answers.append(server.lookups.lookup(session, request, keys_of(rid)))
+                answers.append(server.parts.lookups.lookup(session, request, keys_of(rid)))
         return answers
 
     try:
@@ -337,16 +343,18 @@ def test_lookups_of_one_user_leave_room_for_those_of_others(
         assert on_loop(server, lambda: ask("key B", 1, 10)) == [None] * 10
     finally:
         over.set()
-    on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in server.sessions])
+    on_loop(
+        server, lambda: [server.parts.sessions.goodbye(each, server.parts.clock.now) for each in server.parts.sessions]
+    )
     assert on_loop(server, lambda: (share.taken, share.of("key A"))) == (0, 0)
 
 
 def test_a_store_of_a_user_that_has_its_share_of_those_that_wait_is_full_at_once(server: Server) -> None:
     small, large = Namespace("small", Layout("uint8", (4096,))), Namespace("large", Layout("uint8", (8 << 20,)))
-    keys = [number.to_bytes(32, "big") for number in range(server.segment.info.data_bytes // 4096)]
+    keys = [number.to_bytes(32, "big") for number in range(server.parts.segment.info.data_bytes // 4096)]
     with server.connect() as client:
         assert client.store(keys, [bytes(4096)] * len(keys), namespace=small).stored == len(keys)
-        share = server.shares.stores_preparing
+        share = server.parts.shares.stores_preparing
         on_loop(server, lambda: share.take(MINE, STORES_WAITING_MAX))
         assert client.store([b"x" * 32], [bytes(8 << 20)], namespace=large).statuses == [Status.FULL]
         on_loop(server, lambda: share.free(MINE, STORES_WAITING_MAX))
@@ -360,15 +368,15 @@ def test_the_part_of_one_user_is_a_setting(start: Callable[..., Server]) -> None
     sizes = range(1, LAYOUTS_MAX)
     with pytest.raises(LimitError):  # of those that hold objects: others are forgotten
         on_loop(server, lambda: _fill(server, session, sizes))
-    assert server.shares.layouts.of("key A") == (LAYOUTS_MAX - 1) // 2
+    assert server.parts.shares.layouts.of("key A") == (LAYOUTS_MAX - 1) // 2
 
 
 def _fill(server: Server, session: Session, sizes: range) -> None:
     """One object of each size. On the loop."""
     row_of_nobody = 0
-    server.kernel.attach_session(session.id, row_of_nobody)
+    server.parts.kernel.attach_session(session.id, row_of_nobody)
     for nbytes in sizes:
-        layout_id = server.namespaces.register(session, nbytes, Layout("uint8", (nbytes,)))
-        grants = server.kernel.prepare_store(session.id, nbytes, layout_id, [b"k" * 32], server.clock.now)
+        layout_id = server.parts.namespaces.register(session, nbytes, Layout("uint8", (nbytes,)))
+        grants = server.parts.kernel.prepare_store(session.id, nbytes, layout_id, [b"k" * 32], server.parts.clock.now)
         assert list(grants.statuses) == [Grant.GRANTED]
-        server.kernel.commit_store(session.id, grants.lease_id, server.clock.now, [0])
+        server.parts.kernel.commit_store(session.id, grants.lease_id, server.parts.clock.now, [0])

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from lmcache_core.limits import ERROR_CHARS_MAX, FRAME_BYTES_MAX, SESSION_NAME_BYTES_MAX, TIER_NAME_CHARS_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import encode
+from lmcache_core.server.peers.session import Peer
 from lmcache_core.server.server import Server
-from lmcache_core.server.session import Peer
 from lmcache_core.server.status import describe
 
 SESSIONS, TIERS, NAMESPACES = 150, 16, 60
@@ -39,28 +38,28 @@ class Remote(Peer):
 
 def crowd(server: Server) -> None:
     """As many as there may be, each with the longest name. On the loop's thread."""
-    now = server.loop.clock.now
+    now = server.parts.loop.clock.now
     for number in range(SESSIONS):
         name = f"{number:03d}".ljust(SESSION_NAME_BYTES_MAX, "n")
-        server.sessions.open(Remote(number), bytes([number]) * 16, name, U64_MAX >> 32, now, wants_pool=False)
+        server.parts.sessions.open(Remote(number), bytes([number]) * 16, name, U64_MAX >> 32, now, wants_pool=False)
     for number in range(NAMESPACES):
-        server.l1.traffic.looked_up(U64_MAX - number, 1 << 40, 1 << 39, {"never_stored": 1 << 39})
+        server.parts.observer.figures.looked_up(U64_MAX - number, 1 << 40, 1 << 39, {"never_stored": 1 << 39})
 
 
 def on_the_loop(server: Server, *works: Callable[[Server], None]) -> None:
     done = threading.Event()
     for work in works:
-        server.loop.call(partial(work, server))
-    server.loop.call(done.set)
+        server.parts.loop.call(partial(work, server))
+    server.parts.loop.call(done.set)
     assert done.wait(60)
 
 
 def troubled(server: Server) -> None:
     assert server.tiering is not None
     for tier in server.tiering.tiers:
-        tier.trouble.note("store", "é" * ERROR_CHARS_MAX, server.loop.clock.now)
+        tier.health.trouble.note("store", "é" * ERROR_CHARS_MAX, server.parts.clock.now)
         tier.reclaim.last_error = "é" * ERROR_CHARS_MAX
-        for latency in tier.latencies.values():
+        for latency in tier.health.latencies.values():
             latency.counts[:] = [U64_MAX] * len(latency.counts)
 
 
@@ -88,8 +87,10 @@ def test_with_the_most_there_can_be_to_say_the_answer_is_one_frame_and_says_what
     assert holders + told["not_shown"]["l1.holders"] == SESSIONS + 1
 
 
-def test_a_companion_with_much_to_say_costs_others_nothing_but_rows(server: Server, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server.companions, "status", lambda: {"talker": {str(n): n for n in range(20_000)}})
+def test_a_companion_with_much_to_say_costs_others_nothing_but_rows(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.parts.companions, "status", lambda: {"talker": {str(n): n for n in range(20_000)}})
     told = describe(server)
     assert len(encode(told)) <= FRAME_BYTES_MAX
     assert told["companions"] == {}

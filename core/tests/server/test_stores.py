@@ -19,19 +19,17 @@ from lmcache_core.server.server import Server
 from lmcache_core.tiers.l1 import LoadGrant, Loading
 from lmcache_core.tokens.namespace import Namespace
 
+from .conftest import keys
+
 SMALL = Namespace("small", Layout("uint8", (4096,)))
 LARGE = Namespace("large", Layout("uint8", (8 << 20,)))
 WAIT_S = 60.0
 
 
-def keys(count: int, first: int = 0) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in range(first, first + count)]
-
-
 @pytest.fixture
 def full(server: Server, client: Client) -> Server:
     """A pool full of small objects."""
-    count = server.segment.info.data_bytes // 4096
+    count = server.parts.segment.info.data_bytes // 4096
     assert client.store(keys(count), [bytes(4096)] * count, namespace=SMALL).stored == count
     return server
 
@@ -40,8 +38,8 @@ def full(server: Server, client: Client) -> Server:
 def go(full: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The kernel takes its steps only once this is set."""
     go = threading.Event()
-    step = full.kernel.step
-    monkeypatch.setattr(full.kernel, "step", lambda now: step(now) if go.is_set() else None)
+    step = full.parts.kernel.step
+    monkeypatch.setattr(full.parts.kernel, "step", lambda now: step(now) if go.is_set() else None)
     return go
 
 
@@ -54,7 +52,7 @@ def seen(server: Server, what: Callable[[], bool]) -> bool:
         answers.append(what())
         asked.set()
 
-    server.loop.call(ask)
+    server.parts.loop.call(ask)
     assert asked.wait(WAIT_S)
     return answers[0]
 
@@ -73,7 +71,7 @@ def test_a_store_that_waits_for_room_is_answered_with_all_of_it_and_others_go_fi
             target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
         )
         thread.start()
-        wait_for(full, lambda: full.stores.under_way == 1)
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
         assert client.lookup(keys(4), namespace=SMALL).hits >= 0, "nobody waits for it"
         assert client.status()["stores_preparing"] == 1
         go.set()
@@ -92,11 +90,11 @@ def test_the_layout_of_a_store_that_waits_for_room_is_forgotten_by_nobody(
             target=lambda: outcome.append(other.store(wanted, [b"x" * (8 << 20)], namespace=LARGE).stored)
         )
         thread.start()
-        wait_for(full, lambda: full.stores.under_way == 1)
-        full.shares.layouts.total = 16
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
+        full.parts.shares.layouts.total = 16
         for nbytes in range(5000, 5032):  # so many that the session forgets its older ones
             other.lookup(keys(1), namespace=Namespace("another", Layout("uint8", (nbytes,))))
-        assert full.l1.counters["layouts_forgotten"] > 0
+        assert full.parts.l1.counters["layouts_forgotten"] > 0
         go.set()
         thread.join(WAIT_S)
         assert outcome == [1]
@@ -112,15 +110,15 @@ def test_a_client_that_goes_while_its_grant_is_prepared_leaves_nothing(
     other.lookup(keys(1), namespace=SMALL)
     thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))
     thread.start()
-    wait_for(full, lambda: full.stores.under_way == 1)
-    peer = next(session.peer for session in full.sessions if session.name == "other")
-    full.loop.call(lambda: full.peer_ended(peer))
-    wait_for(full, lambda: full.stores.under_way == 0)
+    wait_for(full, lambda: full.parts.stores.under_way == 1)
+    peer = next(session.peer for session in full.parts.sessions if session.name == "other")
+    full.parts.loop.call(peer.drop)
+    wait_for(full, lambda: full.parts.stores.under_way == 0)
     go.set()
     thread.join(WAIT_S)  # its call is made again, over another connection
     other.close()
-    wait_for(full, lambda: not full.kernel.working)
-    usage = full.kernel.usage()
+    wait_for(full, lambda: not full.parts.kernel.working)
+    usage = full.parts.kernel.usage()
     assert usage.objects_by_state["writing"] == 0
     assert usage.emptying_bytes == 0
 
@@ -132,20 +130,17 @@ def test_an_end_of_a_session_ends_its_grants_in_preparation_and_says_so(
         other.register_layout(SMALL)
         other.register_layout(LARGE)
         channel = other.links.current().channel
-        waiting = [
-            channel.start(lambda rid, at=at: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, (1 << 20) + at))))
-            for at in range(3)
-        ]
-        wait_for(full, lambda: full.stores.under_way == 3)
-        assert isinstance(channel.call(lambda rid: m.EndSession(rid, leases=None)), m.Done)
+        waiting = [channel.start(m.PrepareStore(0, LARGE.id, join_keys(keys(1, (1 << 20) + at)))) for at in range(3)]
+        wait_for(full, lambda: full.parts.stores.under_way == 3)
+        assert isinstance(channel.call(m.EndSession(0, leases=None)), m.Done)
         # Each was answered before the end, though the kernel has not taken a step since.
         for each in waiting:
             with pytest.raises(LeaseExpiredError, match="session was ended"):
                 channel.poll(each)
-        assert seen(full, lambda: not full.stores.under_way and not full.kernel.preparing)
+        assert seen(full, lambda: not full.parts.stores.under_way and not full.parts.kernel.preparing)
         go.set()
-        wait_for(full, lambda: not full.kernel.working)
-        usage = full.kernel.usage()
+        wait_for(full, lambda: not full.parts.kernel.working)
+        usage = full.parts.kernel.usage()
         assert (usage.objects_by_state["writing"], usage.emptying_bytes) == (0, 0)
         assert not any(usage.leases_by_kind.values())
         # The session goes on, with new ones.
@@ -160,19 +155,19 @@ def test_a_page_in_preparation_of_a_lease_that_its_client_ends_is_granted_nothin
         other.register_layout(LARGE)
         channel = other.links.current().channel
         go.set()
-        first = channel.call(lambda rid: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, 1 << 20))))
+        first = channel.call(m.PrepareStore(0, LARGE.id, join_keys(keys(1, 1 << 20))))
         assert isinstance(first, m.Granted)
         assert list(first.statuses) == [Grant.GRANTED]
-        wait_for(full, lambda: not full.kernel.working)
+        wait_for(full, lambda: not full.parts.kernel.working)
         go.clear()
-        second = channel.start(lambda rid: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, 1 << 21)), first.lease))
-        wait_for(full, lambda: full.stores.under_way == 1)
-        channel.call(lambda rid: m.EndSession(rid, leases=[first.lease]))
+        second = channel.start(m.PrepareStore(0, LARGE.id, join_keys(keys(1, 1 << 21)), first.lease))
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
+        channel.call(m.EndSession(0, leases=[first.lease]))
         with pytest.raises(LeaseExpiredError, match="session was ended"):
             channel.poll(second)
         go.set()
-        wait_for(full, lambda: not full.kernel.working)
-        usage = full.kernel.usage()
+        wait_for(full, lambda: not full.parts.kernel.working)
+        usage = full.parts.kernel.usage()
         assert not usage.objects_by_state["writing"]
         assert not any(usage.leases_by_kind.values())
 
@@ -182,22 +177,22 @@ def test_a_load_from_a_tier_is_given_its_slots_by_the_same_mechanism(
 ) -> None:
     with full.connect("other") as other:
         other.lookup(keys(1), namespace=LARGE)  # registers the namespace
-    layout_id = full.l1.layout_id(LARGE.layout, set)
+    layout_id = full.parts.l1.layout_id(LARGE.layout, set)
     answers: list[Loading] = []
 
     def begin() -> None:
-        deadline = full.clock.now + WAIT_S
-        waits.append(full.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
+        deadline = full.parts.clock.now + WAIT_S
+        waits.append(full.parts.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
 
     waits: list[Any] = []
-    full.loop.call(begin)
+    full.parts.loop.call(begin)
     wait_for(full, lambda: bool(waits))
     assert not isinstance(waits[0], Loading)
     assert client.lookup(keys(4), namespace=SMALL).hits >= 0, "nobody waits for it"
     go.set()
     wait_for(full, lambda: bool(answers))
     assert answers[0].grants == [LoadGrant.GRANTED]
-    assert full.kernel.usage().objects_by_state["loading"] == 1
+    assert full.parts.kernel.usage().objects_by_state["loading"] == 1
 
 
 def test_a_load_that_is_given_up_while_it_waits_leaves_nothing(
@@ -205,19 +200,19 @@ def test_a_load_that_is_given_up_while_it_waits_leaves_nothing(
 ) -> None:
     with full.connect("other") as other:
         other.lookup(keys(1), namespace=LARGE)
-    layout_id = full.l1.layout_id(LARGE.layout, set)
+    layout_id = full.parts.l1.layout_id(LARGE.layout, set)
     answers: list[Loading] = []
     waits: list[Any] = []
 
     def begin() -> None:
-        deadline = full.clock.now + WAIT_S
-        waits.append(full.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
+        deadline = full.parts.clock.now + WAIT_S
+        waits.append(full.parts.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
 
-    full.loop.call(begin)
+    full.parts.loop.call(begin)
     wait_for(full, lambda: bool(waits))
-    full.loop.call(lambda: waits[0].cancel())
+    full.parts.loop.call(lambda: waits[0].cancel())
     go.set()
-    wait_for(full, lambda: not full.kernel.working)
+    wait_for(full, lambda: not full.parts.kernel.working)
     assert client.status()["l1"]["emptying_bytes"] == 0
     assert not answers
 
@@ -227,34 +222,34 @@ def test_those_who_gave_up_are_forgotten_while_the_oldest_still_waits(
 ) -> None:
     with full.connect("other") as other:
         other.lookup(keys(1), namespace=LARGE)
-    layout_id = full.l1.layout_id(LARGE.layout, set)
+    layout_id = full.parts.l1.layout_id(LARGE.layout, set)
     begun = threading.Event()
 
     def begin() -> None:
-        deadline = full.clock.now + WAIT_S
+        deadline = full.parts.clock.now + WAIT_S
         waits: list[Any] = [
-            full.l1.begin_load(7, layout_id, keys(1, (1 << 21) + at), deadline, lambda loading: None)
+            full.parts.l1.begin_load(7, layout_id, keys(1, (1 << 21) + at), deadline, lambda loading: None)
             for at in range(1000)
         ]
         for wait in waits[1:]:
             wait.cancel()
         begun.set()
 
-    full.loop.call(begin)
+    full.parts.loop.call(begin)
     assert begun.wait(WAIT_S)
-    wait_for(full, lambda: full.kernel.preparing == 1 and len(full.l1.preparing) == 1)
+    wait_for(full, lambda: full.parts.kernel.preparing == 1 and len(full.parts.l1.preparing) == 1)
     go.set()
-    wait_for(full, lambda: not full.kernel.working)
+    wait_for(full, lambda: not full.parts.kernel.working)
 
 
 def test_status_says_what_each_holder_has_of_what_all_share(full: Server, client: Client, go: threading.Event) -> None:
     with full.connect("other") as other:
-        newest = keys(8, full.segment.info.data_bytes // 4096 - 8)  # the others may be making headroom already
+        newest = keys(8, full.parts.segment.info.data_bytes // 4096 - 8)  # the others may be making headroom already
         found = client.lookup(newest, namespace=SMALL, hold=True)
         assert found.hits == 8
         thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))
         thread.start()
-        wait_for(full, lambda: full.stores.under_way == 1)
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
         holders = client.status()["l1"]["holders"]
         assert list(holders) == [f"uid {os.getuid()}"]
         mine = holders[f"uid {os.getuid()}"]
@@ -272,8 +267,8 @@ def test_a_drain_does_not_wait_for_room(full: Server, go: threading.Event) -> No
             target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
         )
         thread.start()
-        wait_for(full, lambda: full.stores.under_way == 1)
-        full.loop.call(full.begin_drain)
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
+        full.parts.loop.call(full.begin_drain)
         go.set()
         thread.join(WAIT_S)
         assert outcome == [0]
@@ -288,7 +283,7 @@ def test_what_a_store_offers_before_a_clear_is_not_found_after_it(
             target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
         )
         thread.start()
-        wait_for(full, lambda: full.stores.under_way == 1)
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
         client.clear(LARGE)
         go.set()
         thread.join(WAIT_S)

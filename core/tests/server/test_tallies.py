@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_core.limits import TALLY_HITS_PER_S_MAX
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tally import Tally
-from lmcache_core.server.tallies import WorkerTallies
+from lmcache_core.server.peers.tallies import WorkerTallies
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_one_wrong_word_makes_the_whole_look_doubtful(segment: Segment) -> None:
     assert tallies.doubted == 1
 
 
-def test_the_words_are_those_of_the_extension() -> None:
+def test_the_tally_fields_are_those_of_the_extension() -> None:
     text = (Path(__file__).parents[2] / "native/tally.h").read_text()
     names = [
         part.split("=")[0].split(",")[0].strip() for part in text.splitlines() if part.strip().startswith("TALLY_")

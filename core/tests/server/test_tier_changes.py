@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from lmcache_core.errors import CacheError, LimitError, PluginError
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.server import tier_changes
 from lmcache_core.server.server import Server
+from lmcache_core.server.tiers import changes as tier_changes
 from lmcache_core.tiers.contract import AdapterContext
-
-from .conftest import settings_for
+from lmcache_testing.embedded import server_settings
 
 pytest.importorskip("lmcache_mock")
 
@@ -28,7 +26,7 @@ class Panic(BaseException):
 def add(server: Server) -> Any:
     with server.connect() as client:
         yield lambda: client.tiers_add("mem", {"type": "mock"})
-    assert server.loop.faults == 0
+    assert server.parts.loop.faults == 0
 
 
 @pytest.fixture
@@ -94,9 +92,13 @@ def test_a_tier_whose_serde_cannot_be_built_leaves_no_adapter_open(
 def test_a_start_that_fails_once_its_tiers_are_built_leaves_none_open(
     tmp_path: Path, adapters: dict[str, list[str]]
 ) -> None:
-    settings = settings_for(tmp_path, l2={"warm": {"type": "mock"}, "cold": {"type": "mock"}})
-    settings.state_dir.mkdir()
-    (settings.state_dir / f"{settings.name}.epochs").write_text("not epochs")
-    with pytest.raises(CacheError, match="epochs"):
-        Server(settings, load_plugins())
-    assert adapters == {"made": ["warm", "cold"], "closed": ["cold", "warm"]}
+    quota = {"namespaces": ["0000000000000001"], "stores": {"hot": {"limit_bytes": 1}}}
+    settings = server_settings(
+        tmp_path, l2={"warm": {"type": "mock"}, "cold": {"type": "mock"}}, quotas={"team": quota}
+    )
+    with pytest.raises(CacheError, match=r"quotas\.team: no store is named 'hot'"):
+        Server(settings)
+    assert {name: sorted(each) for name, each in adapters.items()} == {
+        "made": ["cold", "warm"],
+        "closed": ["cold", "warm"],
+    }

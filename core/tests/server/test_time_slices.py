@@ -8,20 +8,23 @@ import platform
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 from lmcache_core.limits import LANE_NICE, LOOP_SLICE_S
-from lmcache_core.server.time_slices import ask_for_short_slices
+from lmcache_core.server.process.time_slices import ask_for_short_slices
 from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 
 
-def on_a_thread(work: Callable[[], Any]) -> Any:
+V = TypeVar("V")
+
+
+def on_a_thread(work: Callable[[], V]) -> V:
     """What it returns on a thread of its own: slices and niceness are the thread's."""
-    answers: list[Any] = []
+    answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(work()))
     thread.start()
     thread.join()
@@ -48,7 +51,7 @@ def test_a_short_slice_changes_neither_policy_nor_niceness_and_stays_with_its_th
     before = slice_s()
     given, policy, niceness, own_s, childs_s = on_a_thread(work)
     assert (policy, niceness) == (os.SCHED_OTHER, nice())
-    assert slice_s() == before, "the thread of another is left alone"
+    assert slice_s() == before, "the thread of another is kept"
     if not given or own_s == 0.0:
         pytest.skip("this kernel gives no slices to ask for")
     assert own_s == pytest.approx(LOOP_SLICE_S)
@@ -63,10 +66,19 @@ def test_a_policy_of_somebodys_choice_is_left_alone() -> None:
     assert on_a_thread(work) == (False, os.SCHED_BATCH)
 
 
+class AsksForItsNiceness(Call):
+    def work(self) -> int:
+        return nice()
+
+    def ended(self) -> None: ...
+
+    def late(self) -> None: ...
+
+
 def test_a_lane_steps_behind_whoever_gives_it_work() -> None:
     ended = threading.Event()
     lane = Lane("test", 1, lambda call: ended.set())
-    call = Call(nice, float("inf"), WRITE_BACK, lambda call: None, lambda call: None)
+    call = AsksForItsNiceness(float("inf"), WRITE_BACK)
     assert lane.submit(call)
     assert ended.wait(20)
     lane.close()

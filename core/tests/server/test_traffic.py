@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX, TRAFFIC_TIERS_MAX
-from lmcache_core.server.traffic import BEHIND, Traffic, missed
+from lmcache_core.server.pool.traffic import BEHIND, Traffic, missed
 
 OUTCOMES = st.sampled_from(
     [(Grant.GRANTED, 0), (Grant.LOADING, 0), (Grant.QUOTA, 0), *((Grant.MISS, reason) for reason in Reason)]

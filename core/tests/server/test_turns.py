@@ -15,6 +15,8 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
 
+from .conftest import keys
+
 MIB = 1 << 20
 SMALL = Namespace("small", Layout("uint8", (4096,)))
 LARGE = Namespace("large", Layout("uint8", (64 * MIB,)))
@@ -22,10 +24,6 @@ POOL_BYTES = 512 * MIB
 ROUNDS = 4
 TRIES = 5  # what else the machine does makes a turn dearer, and never cheaper
 TURN_CPU_S = 2e-3
-
-
-def keys(count: int, first: int = 0) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in range(first, first + count)]
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def undo_much(server: Server, turns: list[float], first: int) -> list[float]:
     """Beside a client that asks for one key at a time: a large object in the place of 16,384 small ones, the end of a
     worker with 16,384 slots and promises of a quarter of the pool, and a clear. CPU seconds of the turns meanwhile."""
-    slots, granted = server.segment.info.data_bytes // 4096, 1 << 14
+    slots, granted = server.parts.segment.info.data_bytes // 4096, 1 << 14
     with server.connect("judge") as judge, server.connect("filler") as filler:
         guest = server.connect("guest")
         lease = guest.prepare_store(keys(granted, first), namespace=SMALL)

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,16 +15,16 @@ from lmcache_core.clock import Clock
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import VERIFY_STEP_BYTES, VERIFY_STEP_LOOKS, VERIFY_STEP_OBJECTS
 from lmcache_core.native import native
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server import verifying
+from lmcache_core.server.pool import verifying
+from lmcache_core.server.pool.verifying import Checked, Verifying
 from lmcache_core.server.server import Server
-from lmcache_core.server.verifying import Checked, Verifying
-from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import WAIT_S
 
-from .conftest import MIB, buffers, keys_of, payload, settings_for
+from .conftest import MIB, buffers, keys_of, payload
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 
@@ -59,9 +58,9 @@ class Gate:
         """Let it go on, and wait for its end."""
         self.open.set()
         assert self.through.wait(WAIT_S)
-        assert server.adopting is not None
-        assert server.adopting.verifying is not None
-        return server.adopting.verifying
+        assert server.parts.adopting is not None
+        assert server.parts.adopting.verifying is not None
+        return server.parts.adopting.verifying
 
 
 @pytest.fixture
@@ -72,23 +71,23 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture
 def successor(tmp_path: Path) -> Iterator[Callable[[], Server]]:
     """A server that goes on with a pool of OBJECTS objects; `start` it."""
-    settings = settings_for(tmp_path, l1={"size_bytes": 4 * MIB, "keep_pool": True})
+    settings = server_settings(tmp_path, l1={"size_bytes": 4 * MIB, "keep_pool": True})
     l1 = {"size_bytes": 4 * MIB, "adopt": {"verify": "background"}}
     try:
-        with Server(settings, load_plugins()) as former, former.connect() as client:
-            assert former.populator.wait(WAIT_S)
+        with Server(settings) as former, former.connect() as client:
+            assert former.parts.populator.wait(WAIT_S)
             keys, sources = keys_of(*range(OBJECTS)), [payload(SMALL, number) for number in range(OBJECTS)]
             assert client.store(keys, sources, namespace=SMALL).stored == OBJECTS
-        yield lambda: Server(settings_for(tmp_path, name=settings.name, l1=l1), load_plugins())
+        yield lambda: Server(server_settings(tmp_path, name=settings.name, l1=l1))
     finally:
         segment_path(settings.name).unlink(missing_ok=True)
 
 
 def slot_of(server: Server, number: int) -> int:
     """Where an object lies, by the index."""
-    assert server.l1.index is not None
+    assert server.parts.l1.index is not None
     (key,) = keys_of(number)
-    entry = server.l1.index.index.entry(SMALL.id, key)
+    entry = server.parts.l1.index.index.entry(SMALL.id, key)
     assert entry is not None
     return int(entry["offset"])
 
@@ -117,25 +116,25 @@ def test_no_turn_of_the_loop_picks_or_settles_more_than_one_step(
     turns = 0
     picked: Counter[int] = Counter()
     settled: Counter[int] = Counter()
-    turn, settle, walk = Clock.turn, server.kernel.settle_verified, server.kernel.allocator.walk
+    turn, settle, walk = Clock.turn, server.parts.kernel.settle_verified, server.parts.kernel.allocator.walk
 
     def counted_turn(clock: Clock) -> float:
         nonlocal turns
-        turns += clock is server.clock
+        turns += clock is server.parts.clock
         return turn(clock)
 
-    def counted_settle(sound: Any, damaged: Any, now: float) -> Any:
+    def counted_settle(sound: object, damaged: object, now: float) -> object:
         settled[turns] += len(sound) + len(damaged)
         return settle(sound, damaged, now)
 
-    def counted_walk() -> Any:
+    def counted_walk() -> object:
         for item in walk():
             picked[turns] += 1
             yield item
 
     monkeypatch.setattr(Clock, "turn", counted_turn)
-    monkeypatch.setattr(server.kernel, "settle_verified", counted_settle)
-    monkeypatch.setattr(server.kernel.allocator, "walk", counted_walk)
+    monkeypatch.setattr(server.parts.kernel, "settle_verified", counted_settle)
+    monkeypatch.setattr(server.parts.kernel.allocator, "walk", counted_walk)
     with server:
         check = gate.finished(server)
     assert check.verified == OBJECTS
@@ -146,7 +145,7 @@ def test_no_turn_of_the_loop_picks_or_settles_more_than_one_step(
 
 def test_a_step_has_no_more_objects_and_bytes_than_its_limits(gate: Gate, successor: Callable[[], Server]) -> None:
     with successor() as server:
-        unverified = server.kernel.adoption.unverified
+        unverified = server.parts.kernel.adoption.unverified
         gate.finished(server)
         assert unverified(VERIFY_STEP_OBJECTS, VERIFY_STEP_BYTES, VERIFY_STEP_LOOKS) is None
     assert [objects for objects, _, _ in gate.steps] == [OBJECTS]
@@ -169,7 +168,7 @@ def test_who_reads_before_the_check_checks_by_itself(
 ) -> None:
     server = successor()
     offset = slot_of(server, 5)
-    server.segment.buffer[offset + 17] ^= 1
+    server.parts.segment.buffer[offset + 17] ^= 1
     with server, server.connect(use_index=use_index) as client:
         assert gate.reached.wait(WAIT_S)
         found = client.retrieve(keys_of(4, 5), buffers(SMALL, 2), namespace=SMALL, prefix=False)
@@ -197,13 +196,13 @@ def test_entries_say_that_nobody_needs_to_check_them_unless_they_were_scribbled_
 ) -> None:
     with successor() as server:
         assert gate.reached.wait(WAIT_S)
-        assert server.l1.index is not None
-        index = server.l1.index.index
+        assert server.parts.l1.index is not None
+        index = server.parts.l1.index.index
         entries = [index.entry(SMALL.id, key) for key in keys_of(*range(OBJECTS))]
         assert all(entry is not None and entry["unverified"] for entry in entries)
-        numbers = server.segment.index_numbers
+        numbers = server.parts.segment.index_numbers
         row = numbers["index_offset"] + -(-numbers["entries"] * 2 // 4096) * 4096 + entries[9]["place"] * 128
-        server.segment.buffer[row + 9 * 8] ^= 1  # its checksum
+        server.parts.segment.buffer[row + 9 * 8] ^= 1  # its checksum
         gate.finished(server)
         after = [index.entry(SMALL.id, key) for key in keys_of(*range(OBJECTS))]
         assert [at for at, entry in enumerate(after) if entry is not None and entry["unverified"]] == [9]
@@ -217,9 +216,9 @@ def test_a_server_that_ends_does_not_wait_for_the_whole_check(
     server = successor()
     with server:
         assert gate.reached.wait(WAIT_S)
-        server.loop.call(gate.open.set)
+        server.parts.loop.call(gate.open.set)
     assert len(gate.steps) <= 2
     assert server.end_faults == 0
-    assert server.adopting is not None
-    assert server.adopting.verifying is not None
+    assert server.parts.adopting is not None
+    assert server.parts.adopting.verifying is not None
     assert not [each for each in threading.enumerate() if each.name == "lmcache-verify"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -59,6 +59,10 @@ class SqueezeSettings(Frozen):
     secret: SecretStr | None = None
 
 
+class FollowSettings(Frozen):
+    headers: Mapping[str, SecretStr] = {}
+
+
 class AcmePlugin:
     @hookimpl
     def lmcache_components(self) -> Sequence[ComponentSpec]:
@@ -67,6 +71,7 @@ class AcmePlugin:
             ComponentSpec(Kind.L2_ADAPTER, "plain", "builtins:dict"),
             ComponentSpec(Kind.EVICTION_POLICY, "ghostly", "builtins:dict", "acme_models:GhostlySettings"),
             ComponentSpec(Kind.EVICTION_POLICY, "spooky", "builtins:dict", "acme_models:GhostlySettings"),
+            ComponentSpec(Kind.TRACER, "follow", "builtins:dict", "acme_models:FollowSettings"),
             ComponentSpec(Kind.SERDE, "squeeze", "builtins:dict", "acme_models:SqueezeSettings"),
         ]
 
@@ -74,7 +79,7 @@ class AcmePlugin:
 @pytest.fixture(scope="session")
 def registry() -> Iterator[Registry]:
     models = types.ModuleType("acme_models")
-    for model in (AcmeSettings, GhostlySettings, SqueezeSettings):
+    for model in (AcmeSettings, FollowSettings, GhostlySettings, SqueezeSettings):
         setattr(models, model.__name__, model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "acme_models", models)

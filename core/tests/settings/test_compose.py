@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
@@ -27,7 +26,7 @@ BUCKET_BY = {
 
 
 @pytest.mark.parametrize("way", BUCKET_BY)
-def test_a_tier_can_be_said_in_each_way(registry: Registry, toml: Toml, way: str) -> None:
+def test_a_tier_can_be_configured_by_flags_environment_and_file(registry: Registry, toml: Toml, way: str) -> None:
     flags, environ, file = BUCKET_BY[way]
     composed = compose(registry, flags, environ, toml(file))
     tier = composed.settings.l2["cold"]
@@ -58,8 +57,8 @@ def test_a_list_within_a_table_of_names_is_read_as_json(registry: Registry, toml
 
 
 def test_a_text_within_a_table_of_texts_stays_a_text(registry: Registry, toml: Toml) -> None:
-    composed = compose(registry, ["--otel.headers.token", "[1]"], {}, toml(""))
-    assert composed.settings.otel.headers["token"].get_secret_value() == "[1]"
+    composed = compose(registry, ["--follow.headers.token", "[1]"], {}, toml(""))
+    assert composed.settings.tracers()["follow"].headers["token"].get_secret_value() == "[1]"
 
 
 def test_a_list_within_a_table_that_is_cut_short_names_the_flag(registry: Registry, toml: Toml) -> None:
@@ -180,7 +179,7 @@ def test_every_component_that_is_named_is_listed(registry: Registry) -> None:
         {"l2": {"a": {"type": "plain", "eviction": "gone"}}},
     ],
 )
-def test_a_component_that_is_not_there_is_a_plugin_error(registry: Registry, values: dict[str, Any]) -> None:
+def test_a_component_that_is_not_there_is_a_plugin_error(registry: Registry, values: dict[str, object]) -> None:
     with pytest.raises(PluginError, match="'gone'"):
         compose_from(registry, values)
 
@@ -297,3 +296,14 @@ def test_a_program_s_own_values_need_no_environment_and_no_file(
     Path("lmcache.toml").write_text("chunk_tokens = 2\n")
     settings = make_settings(registry, name="mine", l1={"size_bytes": "64MiB"}, l2={"disk": {"type": "plain"}})
     assert (settings.name, settings.chunk_tokens, settings.l1.size_bytes) == ("mine", 256, 64 << 20)
+
+
+def test_a_command_line_keeps_its_commas_wherever_it_comes_from(registry: Registry) -> None:
+    wanted = ("python", "-c", "import os, sys; print(os, sys)")
+    line = "python -c 'import os, sys; print(os, sys)'"
+    for arguments, environ in (
+        ([f"--helpers.one.command={line}"], {}),
+        ([], {"LMCACHE_CORE_HELPERS__ONE__COMMAND": line}),
+        ([], {"LMCACHE_CORE_HELPERS__ONE__COMMAND": '["python", "-c", "import os, sys; print(os, sys)"]'}),
+    ):
+        assert compose(registry, arguments, environ).settings.helpers["one"].command == wanted

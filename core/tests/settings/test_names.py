@@ -92,3 +92,9 @@ def test_what_kubernetes_injects_for_a_service_is_ignored(registry: Registry, se
 def test_no_top_level_setting_has_a_name_that_kubernetes_uses(registry: Registry) -> None:
     top = {path[0] for path in compose(registry, [], {}).schema}
     assert not {name for name in top if name.endswith(("port", "service_host"))}
+
+
+def test_a_warning_about_a_strange_name_steers_no_terminal(registry: Registry) -> None:
+    (warning,) = compose(registry, [], {"LMCACHE_CORE_\x1b[2J\nevil": "1"}).warnings
+    assert warning.isprintable()
+    assert "is not a setting" in warning

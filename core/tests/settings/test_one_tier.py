@@ -12,7 +12,7 @@ from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.tier import same_but_for_figures, tier_settings, values_of
 
 SECRET = "hunter2-hunter2"
-VALUES: dict[str, Any] = {
+VALUES: dict[str, object] = {
     "type": "acme", "bucket": "b", "token": SECRET, "retry": {"attempts": 7}, "hosts": ["x", "y"],
     "eviction": {"type": "ghostly", "ghost": 9, "tenants": {"a": 1}},
     "serde": ["identity", {"type": "squeeze", "level": 3, "secret": SECRET}],
@@ -74,5 +74,3 @@ def test_what_is_wrong_is_refused_without_showing_a_secret(
 def test_a_tiers_own_settings_have_the_name_that_those_of_a_policy_have(registry: Registry) -> None:
     tier = make_settings(registry, l2={"cold": {"type": "acme", "bucket": "b"}}).l2["cold"]
     assert tier.settings.bucket == "b"
-    with pytest.warns(DeprecationWarning, match=r"`\.settings`.*`\.adapter` will be removed in 0\.2"):
-        assert tier.adapter is tier.settings

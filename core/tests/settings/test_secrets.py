@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,3 +54,28 @@ def test_a_secret_is_in_no_error_about_itself_even_if_the_plugin_says_it(registr
     with pytest.raises(SettingsError) as caught:
         compose(registry, [], {}, toml('[l2.cold]\ntype = "acme"\nbucket = "b"\ntoken = 87654321\n'))
     assert "87654321" not in str(caught.value)
+
+
+def test_no_reader_of_settings_logs_a_secret(
+    registry: Registry, toml: Toml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")  # it logs whatever each source has, at debug level
+    with caplog.at_level(logging.DEBUG):
+        compose(registry, FLAGS, {}, toml(CHAIN.replace("cold", "other")))
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("first", ["!", "*", "%", "@", "`", "{", "["])
+def test_a_secret_that_yaml_cannot_read_is_not_printed(registry: Registry, tmp_path: Path, first: str) -> None:
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(f"l2:\n  cold:\n    type: acme\n    bucket: b\n    token: {first}{SECRET}\n")
+    with pytest.raises(SettingsError) as caught:
+        compose(registry, [], {}, path)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [f'[{{"secret": "{SECRET}"}}]', f'[["{SECRET}"]]'])
+def test_a_secret_in_a_chain_that_names_no_serde_is_not_printed(registry: Registry, given: str) -> None:
+    with pytest.raises(SettingsError, match="does not name a serde") as caught:
+        compose(registry, ["--l2.cold.type=plain", f"--l2.cold.serde={given}"], {})
+    assert SECRET not in str(caught.value)

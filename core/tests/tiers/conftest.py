@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,37 @@ from lmcache_core.tiers.contract import (
 )
 from lmcache_core.tiers.flow.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import CommittedObject, LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
+from lmcache_core.tiers.tier.lanes import WAITED_FOR, Call, Priority
 from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
 SAFETY_S = 60.0  # a net under tests that wait for a condition, never a measure
 NAMESPACE = 7
 LAYOUT = Layout("uint8", (5000,))  # no multiple of a page, so that tails are exercised
+
+
+class FunctionCall(Call):
+    """A call of a function; `told` notes its end, and that it is late."""
+
+    def __init__(
+        self,
+        function: Callable[[], object] = lambda: None,
+        deadline: float = float("inf"),
+        priority: Priority = WAITED_FOR,
+        told: Callable[[str], None] = lambda how: None,
+    ) -> None:
+        super().__init__(deadline, priority)
+        self._function = function
+        self._told = told
+
+    def work(self) -> object:
+        return self._function()
+
+    def ended(self) -> None:
+        self._told("ended")
+
+    def late(self) -> None:
+        self._told("late")
 
 
 class MemoryWait:
@@ -255,6 +281,17 @@ class MemoryL1:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self.memory[offset : offset + nbytes]
 
+    @property
+    def ready_objects(self) -> int:
+        return len(self.ready)
+
+    walkable = True
+
+    def walk(self) -> Iterator[CommittedObject | None]:
+        for (namespace, key), generation in list(self.generations.items()):
+            there = (namespace, key) in self.ready and (namespace, key) not in self.temporary
+            yield CommittedObject(key, namespace, 1, LAYOUT.nbytes, generation) if there else None
+
     def layout(self, layout_id: int) -> Layout:
         assert layout_id == 1
         return LAYOUT
@@ -352,6 +389,9 @@ class ScriptedAdapter(L2Adapter):
 
 
 class Loop:
+    near: ScriptedAdapter  # these three of tests that have such tiers
+    far: ScriptedAdapter
+    adapter: ScriptedAdapter
     """Drives a Tiering as the server's loop does. `jump` moves its clock.
 
     `stands`: nothing else moves it. Then a turn does all that there is to do, however slow the machine is: one that
@@ -383,6 +423,15 @@ class Loop:
         self._skew_s += seconds
         self.clock.turn()
 
+    def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
+        """As the server does, once the kernel has cleared its part."""
+        failed: list[Exception | None] = []
+        if tiers:
+            self.tiering.move_epoch(namespace, failed.append)
+        self.tiering.clear(namespace)
+        for error in filter(None, failed):
+            raise error
+
     def turn(self) -> None:
         self.clock.turn()
         self.l1.expire(self.clock.now)
@@ -403,7 +452,7 @@ class Loop:
     def lookups_heard(self, adapter: L2Adapter) -> int:
         """Answers of this adapter to lookups that have come."""
         (tier,) = [each for each in self.tiering.tiers if each.adapter is adapter]
-        return sum(tier.latencies["lookup"].counts)
+        return sum(tier.health.latencies["lookup"].counts)
 
     def idle(self) -> None:
         """Turn until nothing is under way and the tiers are scanned."""
@@ -465,7 +514,7 @@ class Doubles:
         tier_options = {k: options.pop(k) for k in ("serdes", "eviction") if k in options}
         return Tier(name, adapter, TierConfig(**options), **tier_options)  # type: ignore[arg-type]
 
-    def loop(self, l1: MemoryL1, *tiers: Tier, **options: object) -> Loop:
+    def loop(self, l1: MemoryL1, *tiers: Tier, **options: Any) -> Loop:
         loop = Loop(l1, tiers, **options)
         self.loops.append(loop)
         return loop

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.kernel.contracts import Entry
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.tenants import Quota
 from lmcache_core.policies.lru import LruEviction
@@ -17,16 +21,16 @@ from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.tier.accounting import Accounting
 from lmcache_core.tiers.tier.order import Watch
 
-from .conftest import Doubles
+from .conftest import Doubles, Loop
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 
 
-def _names(doubles: Doubles, numbers: Any) -> set[bytes]:
+def _names(doubles: Doubles, numbers: Sequence[int]) -> set[bytes]:
     return {tier_key(doubles.key(i), doubles.namespace, 0) for i in numbers}
 
 
-def _store_one_by_one(doubles: Doubles, loop: Any, numbers: Any) -> None:
+def _store_one_by_one(doubles: Doubles, loop: Loop, numbers: Sequence[int]) -> None:
     for i in numbers:
         loop.store(doubles.contents(1, first=i))
         loop.idle()
@@ -66,7 +70,7 @@ def test_the_medium_never_holds_more_than_the_capacity(doubles: Doubles) -> None
 
 
 @pytest.mark.parametrize("eviction", [None, NoopEviction(None)])
-def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Doubles, eviction: Any) -> None:
+def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Doubles, eviction: object) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, capacity_bytes=3 * OBJECT_BYTES, eviction=eviction))
     loop.store(doubles.contents(5))
@@ -94,7 +98,7 @@ def test_a_full_medium_makes_room_and_takes_the_next_object(doubles: Doubles) ->
     adapter.answers["store"] = Outcome(Result.FULL)
     loop.store(doubles.contents(1, first=10))
     loop.until(lambda: len(adapter.objects) == 8)
-    assert str(tier.writes.state) == "closed", "a full medium is no broken one"
+    assert str(tier.health.writes.state) == "closed", "a full medium is no broken one"
     del adapter.answers["store"]
     loop.store(doubles.contents(1, first=11))
     loop.idle()
@@ -222,12 +226,12 @@ class _Told(LruEviction):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.told: list[Any] = []
+        self.told: list[object] = []
 
     def resize(self, capacity_bytes: int) -> None:
         self.told.append(capacity_bytes)
 
-    def insert(self, entries: Any) -> None:
+    def insert(self, entries: Sequence[Entry]) -> None:
         self.told.append("insert")
         super().insert(entries)
 
@@ -261,3 +265,67 @@ def test_an_object_beyond_its_tenants_limit_is_refused_without_evicting_the_rest
     assert counts.over_limit(1, 300) == 300
     assert counts.victims_of(1, counts.over_limit(1, 1001)) == []
     assert len(counts.victims_of(1, 300)) == 3, "and what makes enough room does go"
+
+
+NAMES = [tier_key(bytes([number]) * 32, 7, 0) for number in range(6)]
+SOME = st.lists(st.sampled_from(NAMES), max_size=4, unique=True)
+
+
+class FollowedBooks(RuleBasedStateMachine):
+    """Whoever asks again about the keys that the accounts name to it knows what the accounts know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view: set[bytes] = set()
+        self.left: list[bytes] = []
+        self.books = Accounting(10_000, 0.8, 0.2, LruEviction(None))
+        self.books.on_changed = self.follow
+        self.books.on_removed = self.left.extend
+
+    def follow(self, names: list[bytes]) -> None:
+        for name in names:
+            (self.view.add if self.books.knows(name) else self.view.discard)(name)
+
+    @rule(names=SOME, nbytes=st.integers(100, 101), ours=st.booleans())
+    def add(self, names: list[bytes], nbytes: int, ours: bool) -> None:
+        self.books.add([(name, nbytes) for name in names], ours=ours)
+
+    @rule(names=SOME, suspect=st.booleans())
+    def suspect(self, names: list[bytes], suspect: bool) -> None:
+        self.books.suspect(names, suspect=suspect)
+
+    @rule(names=SOME)
+    def delete(self, names: list[bytes]) -> None:
+        entries = [self.books.entry_of(name) for name in names]
+        self.books.leave([entry for entry in entries if entry is not None and not entry.holds])
+
+    @rule(wanted=st.integers(0, 10_000))
+    def evict(self, wanted: int) -> None:
+        self.books.victims(wanted)
+
+    @rule(names=SOME)
+    def hang(self, names: list[bytes]) -> None:
+        self.books.hang(names)
+
+    @rule(name=st.sampled_from(NAMES))
+    def stays(self, name: bytes) -> None:
+        self.books.stays(name)
+
+    @rule(names=SOME)
+    def remove(self, names: list[bytes]) -> None:
+        there = [name for name in names if self.books.nbytes_of(name) is not None]
+        self.left.clear()
+        self.books.remove(names)
+        assert self.left == there
+
+    @rule(names=SOME)
+    def disown(self, names: list[bytes]) -> None:
+        self.books.disown(names, 10.0)
+
+    @invariant()
+    def the_view_is_what_the_books_know(self) -> None:
+        assert self.view == self.books.known(NAMES)
+
+
+TestFollowedBooks = FollowedBooks.TestCase
+TestFollowedBooks.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

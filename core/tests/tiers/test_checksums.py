@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.object import transfer
 from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, tier_key
@@ -18,13 +19,13 @@ class Inverting(Serde):
 
     name = "inverting"
 
-    def encoded_bytes_max(self, nbytes: int, layout: Any) -> int:
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
         return nbytes
 
-    def encode(self, src: memoryview, layout: Any, key: bytes) -> list[memoryview]:
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> list[memoryview]:
         return [memoryview(bytes(each ^ 0xFF for each in src))]
 
-    def decode(self, src: memoryview, into: memoryview, layout: Any, key: bytes) -> None:
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         into[:] = bytes(each ^ 0xFF for each in src)
 
 
@@ -41,7 +42,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def _stored(doubles: Doubles, checksum: int | None, **options: Any) -> Any:
+def _stored(doubles: Doubles, checksum: int | None, **options: object) -> Any:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, **options))
     content = doubles.content(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.tiers.object.format import (
     HEADER_BYTES,
     TIER_KEY_BYTES,
+    ObjectHeader,
     build_header,
     check_header,
     describe_header,
@@ -31,9 +32,9 @@ LAYOUT = Layout("bfloat16", (2, 4, 16), "KTD")
 KIND = object_kind(LAYOUT, CodecChain())
 
 
-def _header(**changes: Any) -> memoryview:
+def _header(**changes: object) -> memoryview:
     page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "key": KEY,
         "namespace": 5,
         "epoch": 2,
@@ -44,7 +45,7 @@ def _header(**changes: Any) -> memoryview:
     return page
 
 
-def _check(page: memoryview) -> Any:
+def _check(page: memoryview) -> ObjectHeader:
     return check_header(page, KIND, key=KEY, namespace=5, epoch=2)
 
 
@@ -66,7 +67,7 @@ def test_any_flipped_bit_of_a_header_is_damage(bit: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"key": b"x" * 32}, {"namespace": 6}, {"epoch": 1}])
-def test_another_objects_header_is_damage_in_words(changes: dict[str, Any]) -> None:
+def test_another_objects_header_is_damage_with_a_message(changes: dict[str, object]) -> None:
     with pytest.raises(DamagedObjectError, match="asked for object 0001"):
         _check(_header(**changes))
 
@@ -88,8 +89,12 @@ def test_a_page_of_another_size_is_damage(nbytes: int) -> None:
 
 
 def test_a_description_that_does_not_fit_its_page_is_refused_before_anything_is_stored() -> None:
+    class Wordy(CodecChain):
+        def describe(self) -> list[tuple[str, Mapping[str, str | int | float]]]:
+            return [("wordy", {"table": "n" * 5000})]
+
     with pytest.raises(UsageError, match="to describe"):
-        object_kind(Layout("uint8", (1,) * 3000), CodecChain())
+        object_kind(Layout("uint8", (1,)), Wordy())
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
@@ -109,3 +114,10 @@ def test_the_checksum_does_not_depend_on_how_bytes_are_cut(content: bytes, cuts:
     edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
     parts = [memoryview(content)[a:b] for a, b in itertools.pairwise(edges)]
     assert payload_checksum(parts) == payload_checksum([content])
+
+
+@pytest.mark.parametrize("description", [b"", b"\xff", b"{", b"[" * 3000, b"9" * 3000, b"[]", b"null"])
+def test_a_sealed_description_that_is_none_is_damage(description: bytes) -> None:
+    header = _check(_header())._replace(description=description)
+    with pytest.raises(DamagedObjectError, match="describes no object"):
+        describe_header(header)

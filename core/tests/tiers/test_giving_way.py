@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from lmcache_core.pool.cores import usable_cores
-from lmcache_core.server.components import tier_config
+from lmcache_core.server.tiers.opening import tier_config
 from lmcache_core.settings.model import TierSettings
-from lmcache_core.tiers.contract import Outcome, StoreItem
-from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.contract import LoadItem, Outcome, StoreItem
+from lmcache_core.tiers.tier.lanes import Lane
 
-from .conftest import Doubles
+from .conftest import Doubles, FunctionCall
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 IDLE, UNSET = 3, 0
@@ -35,7 +35,7 @@ def io_class() -> int:
 def test_only_who_writes_back_waits_for_a_disk_that_others_use(idle: bool) -> None:
     ended = threading.Event()
     lane = Lane("test", 1, lambda call: ended.set(), idle_disk=idle)
-    call = Call(io_class, float("inf"), WRITE_BACK, lambda call: None, lambda call: None)
+    call = FunctionCall(io_class)
     assert lane.submit(call)
     assert ended.wait(20)
     lane.close()
@@ -57,7 +57,7 @@ def test_a_tier_says_which_of_its_lanes_that_is(doubles: Doubles, store_io: str,
             classes["lookup"] = io_class()
             return super().exists(keys, deadline)  # type: ignore[no-any-return]
 
-        def load(self, items: Any, deadline: float) -> Sequence[Outcome]:
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
             classes["load"] = io_class()
             return super().load(items, deadline)  # type: ignore[no-any-return]
 
@@ -130,7 +130,7 @@ def test_a_server_that_ends_writes_what_it_owes_without_a_rest(doubles: Doubles)
     assert len(adapter.objects) == 2
 
 
-def test_a_tier_that_nothing_is_said_of_gives_way() -> None:
+def test_a_tier_gives_way_to_other_programs_by_default() -> None:
     config = tier_config(TierSettings(type="mem"))
     assert config.store_io == "idle"
     assert config.store_cpu_share == usable_cores() / 4

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from lmcache_core.policies.store import SkipL1Store
+from lmcache_core.tiers.contract import LoadItem, Outcome
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import payload_checksum, tier_key
 
@@ -67,7 +68,7 @@ def test_a_load_that_was_under_way_brings_nothing_back_of_what_was_dropped(doubl
     loop.l1.evict(other)
     load, read, go = adapter.load, threading.Semaphore(0), threading.Event()
 
-    def hangs_once_it_has_read(items: Any, deadline: float) -> Any:
+    def hangs_once_it_has_read(items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
         outcomes = load(items, deadline)
         read.release()
         assert go.wait(60.0)

@@ -74,7 +74,7 @@ def test_a_load_changes_its_state_by_the_table_alone(doubles: Doubles, monkeypat
     loop.fetch([doubles.key(2)])
     near.hang("load")
     late = loop.ask([doubles.key(5)], seconds=0.3)
-    near.entered.acquire(timeout=60)
+    loop.until(lambda: near.entered.acquire(blocking=False))
     loop.until(lambda: late.ended)
     cancelled = loop.ask([doubles.key(6)])
     loop.until(lambda: cancelled.state == "loading")

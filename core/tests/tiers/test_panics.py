@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from lmcache_core.policies.lru import LruEviction
+from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Serde
+from lmcache_testing.embedded import Json
 
-from .conftest import Doubles
+from .conftest import Doubles, Loop
 
 
 class Panic(BaseException):
@@ -28,19 +30,19 @@ class Panicking(Serde):
         if method == self.panics_in:
             raise Panic("index out of bounds")
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         self._enter("parameters")
         return {}
 
-    def encoded_bytes_max(self, nbytes: int, layout: Any) -> int:
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
         self._enter("encoded_bytes_max")
         return nbytes
 
-    def encode(self, src: memoryview, layout: Any, key: bytes) -> list[memoryview]:
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> list[memoryview]:
         self._enter("encode")
         return [src]
 
-    def decode(self, src: memoryview, into: memoryview, layout: Any, key: bytes) -> None:
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         self._enter("decode")
         into[:] = src
 
@@ -52,7 +54,7 @@ def made(doubles: Doubles) -> tuple[Any, Panicking, Any, dict[bytes, bytes]]:
     return adapter, serde, loop, doubles.contents(4)
 
 
-def works(doubles: Doubles, loop: Any) -> None:
+def works(doubles: Doubles, loop: Loop) -> None:
     """Another object goes there and comes back."""
     loop.store(doubles.contents(1, first=100))
     loop.idle()
@@ -103,7 +105,7 @@ def test_an_adapter_that_panics_costs_its_call_and_nothing_else(doubles: Doubles
         loop.l1.evict(key)
     job = loop.fetch(list(contents))
     assert job.ended
-    loop.tiering.clear(None, tiers=True)
+    loop.clear(None, tiers=True)
     del adapter.errors[method]
     loop.jump(60.0)
     works(doubles, loop)
@@ -118,7 +120,7 @@ def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(dou
     class Policy(LruEviction):
         panics = False
 
-    def panics(self: Policy, argument: Any) -> Any:
+    def panics(self: Policy, argument: object) -> object:
         if self.panics:
             raise Panic("index out of bounds")
         return getattr(LruEviction, method)(self, argument)
@@ -157,7 +159,7 @@ def test_a_fault_in_the_pool_at_a_load_costs_that_lookup_alone(
     for key in contents:
         loop.l1.evict(key)
 
-    def fails(*arguments: Any) -> Any:
+    def fails(*arguments: object) -> NoReturn:
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as fault:

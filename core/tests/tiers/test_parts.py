@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.errors import SettingsError, TierError
+from lmcache_core.limits import ERROR_CHARS_MAX
 from lmcache_core.protocol.requests import LookupOptions
-from lmcache_core.testing.waiting import until
-from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.contract import Outcome, Result, StoreItem
 from lmcache_core.tiers.flow.jobs import TierLookup, select
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.retry import ask_batch, call_batch
@@ -26,6 +26,10 @@ from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, Lane
 from lmcache_core.tiers.tier.parallel import Parallel
+from lmcache_core.tiers.tier.trouble import Trouble
+from lmcache_testing.waiting import until
+
+from .conftest import FunctionCall
 
 SAFETY_S = 60.0
 
@@ -49,7 +53,7 @@ class Posts:
 
 
 def _call(work: Any, deadline: float = 1e18, priority: Any = WAITED_FOR) -> Call:
-    return Call(work, deadline, priority, lambda call: None, lambda call: None)
+    return FunctionCall(work, deadline, priority)
 
 
 def _signal_and_wait(started: threading.Event, gate: threading.Event) -> None:
@@ -215,7 +219,7 @@ def test_a_call_that_returns_late_brings_the_probe_forward() -> None:
 def test_nothing_is_retried_that_says_it_must_not_be() -> None:
     calls = []
 
-    def call(items: Any, deadline: float) -> list[Outcome]:
+    def call(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
         calls.append(list(items))
         return [Outcome(Result.FULL), Outcome(Result.FAILED, error="denied"), Outcome(Result.MISS)]
 
@@ -227,7 +231,7 @@ def test_nothing_is_retried_that_says_it_must_not_be() -> None:
 def test_retries_end_with_the_deadline_and_with_the_lane() -> None:
     calls = []
 
-    def call(items: Any, deadline: float) -> list[Outcome]:
+    def call(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
         calls.append(1)
         return [Outcome(Result.THROTTLED)] * len(items)
 
@@ -239,18 +243,44 @@ def test_retries_end_with_the_deadline_and_with_the_lane() -> None:
     assert len(calls) == 2
 
 
-def test_an_adapters_bug_is_an_outcome_in_words() -> None:
-    def call(items: Any, deadline: float) -> list[Outcome]:
+def test_an_adapters_bug_becomes_a_failed_outcome_with_a_message() -> None:
+    def call(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
         raise KeyError("bucket")
 
     (outcome,) = call_batch(call, ["a"], time.monotonic() + 60, threading.Event())
     assert (outcome.result, outcome.error) == (Result.FAILED, "KeyError: 'bucket'")
 
 
+def test_what_a_service_said_is_one_printable_line_from_here_on() -> None:
+    forged = "no\n2026-11-26 ERROR root: all is lost\x1b[2J\u2028\u202e"
+
+    def fails(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
+        raise TierError(forged)
+
+    def breaks(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
+        raise ValueError(forged)
+
+    def answers(items: Sequence[StoreItem], deadline: float) -> list[Outcome]:
+        return [Outcome(Result.FULL, error=forged)]
+
+    for call in (fails, breaks, answers):
+        (outcome,) = call_batch(call, ["a"], time.monotonic(), threading.Event())
+        assert outcome.error.isprintable()
+        assert "no?2026-11-26 ERROR root: all is lost" in outcome.error
+
+
+def test_a_tiers_last_error_is_one_printable_line_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble("far", Counter())
+    trouble.failed("store", "no\nERROR" + "x" * 10_000, 0.0)
+    assert trouble.text.startswith("no?ERROR")
+    assert len(trouble.text) == ERROR_CHARS_MAX
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
 def test_exists_is_retried_only_if_the_error_says_so() -> None:
     calls = []
 
-    def call(keys: Any, deadline: float) -> list[bool]:
+    def call(keys: Sequence[bytes], deadline: float) -> list[bool]:
         calls.append(1)
         if len(calls) < 3:
             raise TierError("reset", retryable=True)
@@ -264,8 +294,8 @@ def test_exists_is_retried_only_if_the_error_says_so() -> None:
         ask_batch(lambda keys, deadline: [True, True], [b"k"], time.monotonic() + 60, threading.Event())
 
 
-def _raises(error: Exception) -> Any:
-    def call(*arguments: Any) -> Any:
+def _raises(error: Exception) -> Callable[..., NoReturn]:
+    def call(*arguments: object) -> Any:
         raise error
 
     return call
@@ -335,8 +365,8 @@ def test_epochs_survive_a_restart_and_a_broken_file_stops_the_start(tmp_path: Pa
     epochs.move(3)
     again = Epochs(path)
     assert [again.of(n) for n in (2**64 - 1, 3, 4)] == [epochs.of(n) for n in (2**64 - 1, 3, 4)] == [2, 3, 2]
-    assert sorted(file.name for file in path.parent.iterdir()) == ["epochs.json", "epochs.json.lock"]
-    path.write_text("{}")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["epochs.json"]
+    path.write_text("no epochs\n")
     with pytest.raises(SettingsError, match=r"epochs\.json"):
         Epochs(path)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.policies.lru import LruEviction
+from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.tier.accounting import Sizes
@@ -23,13 +24,13 @@ class Shrinking(Serde):
 
     name = "shrinking"
 
-    def encoded_bytes_max(self, nbytes: int, layout: Any) -> int:
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
         return nbytes
 
-    def encode(self, src: memoryview, layout: Any, key: bytes) -> list[memoryview]:
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> list[memoryview]:
         return [memoryview(bytes(src[: int.from_bytes(src[:2], "little")]))]
 
-    def decode(self, src: memoryview, into: memoryview, layout: Any, key: bytes) -> None:
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         into[: src.nbytes] = src
         into[src.nbytes :] = bytes(into.nbytes - src.nbytes)
 
@@ -81,7 +82,7 @@ def test_an_object_that_turns_out_larger_than_its_fellows_is_stored_all_the_same
     loop.idle()
     assert loop.tiering.status()["stores"]["counts"]["stored"] == 8
     assert len(adapter.objects) >= 7
-    assert tier.counts["store_encoded_again"] >= 1, "too little was held for it, and that was noticed"
+    assert tier.health.counts["store_encoded_again"] >= 1, "too little was held for it, and that was noticed"
 
 
 def test_objects_that_cannot_fit_are_refused_without_evicting_the_rest(doubles: Doubles) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from lmcache_core.errors import TierError
 from lmcache_core.limits import BREAKER_FAILURES, HOUSEKEEPING_S
-from lmcache_core.policies.contracts import StorePlan
+from lmcache_core.policies.contracts import StoreCandidate, StorePlan, TierView
 from lmcache_core.tiers.l1 import CommittedObject
-from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.tier.lanes import Lane
 
-from .conftest import Doubles
+from .conftest import Doubles, FunctionCall
 
 SAFETY_S = 60.0
 GONE = 20_000  # objects that have left the L1 before their turn: planned, pinned, found to be gone
@@ -68,7 +68,7 @@ def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Doubl
     plans: list[int] = []
 
     class Counting(doubles.policy):  # type: ignore[misc]
-        def plan(self, batch: Any, tiers: Any) -> Any:
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             plans.append(len(batch))
             return super().plan(batch, tiers)
 
@@ -110,7 +110,7 @@ def test_the_backlog_of_a_lane_is_the_same_before_and_after_its_threads_wake_up(
     lane = Lane("test", 2, lambda call: ended.release())
     seen = []
     for _ in range(5):
-        lane.submit(Call(lambda: gate.wait(SAFETY_S), float("inf"), WRITE_BACK, lambda call: None, lambda call: None))
+        lane.submit(FunctionCall(lambda: gate.wait(SAFETY_S)))
         seen.append(lane.backlog)
     assert seen == [0, 0, 1, 2, 3]
     gate.set()
@@ -144,7 +144,7 @@ def test_what_is_committed_is_shielded_from_then_on_and_no_longer_once_it_is_sto
 @pytest.mark.parametrize("end", ["clear", "close", "nobody wants it", "the policy fails"])
 def test_what_is_not_stored_after_all_is_shielded_no_longer(doubles: Doubles, end: str, dirty: str) -> None:
     class Unwilling(doubles.policy):  # type: ignore[misc]
-        def plan(self, batch: Any, tiers: Any) -> Any:
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             if end == "the policy fails":
                 raise RuntimeError("of its own")
             return StorePlan({}) if end == "nobody wants it" else super().plan(batch, tiers)
@@ -155,7 +155,7 @@ def test_what_is_not_stored_after_all_is_shielded_no_longer(doubles: Doubles, en
     loop.store(doubles.contents(80))
     assert len(loop.l1.shielded) == 80
     if end == "clear":
-        loop.tiering.clear(doubles.namespace)
+        loop.clear(doubles.namespace)
     elif end == "close":
         loop.tiering.close()
     else:

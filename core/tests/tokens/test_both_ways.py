@@ -116,7 +116,7 @@ def test_both_ways_say_the_same_of_any_ids_in_any_holder(holder: str) -> None:
     check()
 
 
-ODD: dict[str, Callable[[], Any]] = {
+ODD: dict[str, Callable[[], object]] = {
     "booleans": lambda: [True, False, True, True],
     "a float": lambda: [1, 2.0, 3],
     "a nested list": lambda: [[1, 2]],

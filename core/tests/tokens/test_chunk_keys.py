@@ -32,13 +32,13 @@ def as_tensor(dtype: str) -> Callable[[list[int]], Any]:
     return build
 
 
-def strided(ids: list[int]) -> Any:
+def strided(ids: list[int]) -> memoryview:
     both = array("q", [0]) * (2 * len(ids))
     both[::2] = array("q", ids)
     return memoryview(both)[::2]
 
 
-HOLDERS: dict[str, Callable[[list[int]], Any]] = {
+HOLDERS: dict[str, Callable[[list[int]], object]] = {
     "tuple": tuple,
     "iterator": iter,
     "array I": lambda ids: array("I", ids),
@@ -219,7 +219,7 @@ def test_algorithm_and_seed_of_the_engine_are_part_of_keys_from_its_hashes() -> 
     def key_by(**how: Any) -> bytes:
         return keys_from_block_hashes([bytes(32)], NAMESPACE, **how)[0]
 
-    ways: list[dict[str, Any]] = [
+    ways: list[dict[str, object]] = [
         {}, {"algorithm": "sha256"}, {"algorithm": "sha256_cbor"}, {"seed": b"0"}, {"seed": "0"},
         {"algorithm": "sha256", "seed": b"0"}, {"algorithm": "sha256", "seed": "0"}, {"algorithm": "sha2", "seed":
         "560"},

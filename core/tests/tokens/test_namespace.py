@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from lmcache_core.errors import UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace
+from lmcache_core.tokens.namespace import label_from
 
 LAYOUT = Layout("bfloat16", (2, 4, 16, 2, 8), "KLTHD")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -83,3 +85,46 @@ def test_an_empty_model_and_a_layout_of_another_type_are_refused() -> None:
         Namespace("", LAYOUT)
     with pytest.raises(UsageError, match="give a Layout"):
         Namespace("m", "bfloat16")  # type: ignore[arg-type]
+
+
+def test_a_label_is_no_part_of_the_namespace() -> None:
+    plain, labelled = Namespace("m", LAYOUT), Namespace("m", LAYOUT, label="llama-3-8b/bf16")
+    assert plain == labelled
+    assert hash(plain) == hash(labelled)
+    assert (plain.id, plain.canonical) == (labelled.id, labelled.canonical)
+    assert labelled.public_label == "llama-3-8b/bf16"
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("org/model", "org/model@44dd"),
+        ("/home/" + "somebody/" * 9 + "model", "somebody/" * 7 + "model@44dd"),
+        ("/" + "x" * 74 + "/" + "model", "model@44dd"),
+        ("x" * 90, "x" * 75 + "@44dd"),
+    ],
+)
+def test_a_label_from_a_long_path_is_made_of_whole_names(model: str, label: str) -> None:
+    assert label_from(model, "@44dd") == label
+
+
+@pytest.mark.parametrize("label", ["x" * 81, "a\x1b[2J", "a\nb", 'a"b', "a<b>", "模型", 7])
+def test_a_label_that_could_do_harm_where_it_is_shown_is_refused(label: Any) -> None:
+    with pytest.raises(UsageError, match="label"):
+        Namespace("m", LAYOUT, label=label)
+
+
+@pytest.mark.parametrize(
+    ("fields", "label"),
+    [
+        ({"model": "Qwen/Qwen3-0.6B"}, "Qwen/Qwen3-0.6B/float16"),
+        ({"model": "m", "weights_version": "0123456789abcdef", "kv_shard": (1, 4)}, "m@0123456789ab/float16 1/4"),
+        ({"model": "m", "tenant_salt": "secret"}, "m/float16"),
+        ({"model": "a\x1b]0;owned\x07\n模"}, "a_]0_owned___/float16".replace("]", "_")),
+        ({"model": "/mnt/" + "deep/" * 40 + "llama-3-8b"}, "deep/" * 12 + "llama-3-8b/float16"),
+    ],
+)
+def test_the_default_label_is_made_of_what_people_know(fields: dict[str, object], label: str) -> None:
+    space = Namespace(**{"layout": Layout("float16", (2, 4)), **fields})
+    assert space.public_label == label
+    assert Namespace(**{"layout": Layout("float16", (2, 4)), **fields, "label": label}) == space, "it is a label"

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_core.cli.table import print_table
+
+if TYPE_CHECKING:
+    from lmcache_core.pool.clean import Cleaned
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only pools with these names (default: all)")
-    parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="only pools with these names (default: all, also what a next server would take over after a crash)",
+    )
+    parser.add_argument("--runtime-dir", metavar="DIR", help="where the servers keep their sockets")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask; nobody is asked without a terminal")
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.add_argument("--json", action="store_true", help="print a JSON list: path, state, nbytes, reason")
 
@@ -20,10 +31,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if something of a dead server could not be removed."""
     from lmcache_core.pool.clean import CleanState, clean
-    from lmcache_core.protocol.address import runtime_root
-    from lmcache_core.settings.sizes import size_text
+    from lmcache_core.protocol.address import given_root, runtime_root
 
-    found = clean(arguments.runtime_dir or runtime_root(), arguments.names, dry_run=arguments.dry_run)
+    root = given_root(arguments.runtime_dir) or runtime_root()
+    if not (arguments.dry_run or arguments.yes or arguments.json) and sys.stdin.isatty():
+        found = clean(root, arguments.names, dry_run=True)
+        if any(each.state is CleanState.WOULD_REMOVE for each in found):
+            _print(found)
+            if not _agreed():
+                return 0
+    found = clean(root, arguments.names, dry_run=arguments.dry_run)
     if arguments.json:
         records = [
             {"path": str(each.path), "state": each.state, "nbytes": each.nbytes, "reason": each.reason}
@@ -31,8 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print(json.dumps(records, indent=2))
     elif found:
-        rows = [(str(each.path), str(each.state), size_text(each.nbytes), each.reason) for each in found]
-        print_table(("file", "state", "bytes", "reason"), rows, right=(2,))
+        _print(found)
     else:
         print("nothing to clean")
     return 1 if any(each.state is CleanState.REFUSED for each in found) else 0
+
+
+def _print(found: Sequence[Cleaned]) -> None:
+    from lmcache_core.settings.sizes import size_text
+
+    rows = [(str(each.path), str(each.state), size_text(each.nbytes), each.reason) for each in found]
+    print_table(("file", "state", "bytes", "reason"), rows, right=(2,))
+
+
+def _agreed() -> bool:
+    try:
+        return input("Remove these, and what they cached? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False

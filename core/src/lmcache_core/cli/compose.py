@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lmcache_core.settings.files import DEFAULT_FILE, ENV_FILE_VARIABLE, find_file
 
 if TYPE_CHECKING:
     from lmcache_core.settings.compose import Composed
@@ -16,10 +18,23 @@ if TYPE_CHECKING:
 
 def add_settings_options(parser: ArgumentParser) -> None:
     """`--config`, and a `--help` that knows the configured tiers."""
-    parser.add_argument("--config", metavar="FILE", help="settings file (default: lmcache.toml here, if there)")
+    add_file_options(parser)
     parser.add_argument("-h", "--help", action="store_true", help="show this help and every setting, and exit")
     parser.usage = f"{parser.prog} [--config FILE] [--SETTING VALUE ...]"
     parser.set_defaults(format_help=parser.format_help)
+
+
+def add_file_options(parser: ArgumentParser) -> None:
+    """`--config` and `--env-file`."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"settings file, TOML, or YAML if called so (default: {DEFAULT_FILE} here, if there)",
+    )
+    parser.add_argument(
+        "--env-file", type=Path, metavar="FILE", help=f"file of variables (default: {ENV_FILE_VARIABLE}, if set)"
+    )
 
 
 def _print_warning(warning: str) -> None:
@@ -30,7 +45,7 @@ def composed(arguments: Namespace, warn: Callable[[str], None] = _print_warning)
     """The settings of a command line. `warn` is called with each warning."""
     from lmcache_core.settings.compose import compose_sources
 
-    found = compose_sources(arguments.registry, _sources(arguments))
+    found = compose_sources(arguments.registry, sources_of(arguments))
     for warning in found.warnings:
         warn(warning)
     return found
@@ -38,14 +53,13 @@ def composed(arguments: Namespace, warn: Callable[[str], None] = _print_warning)
 
 def print_settings_help(arguments: Namespace) -> None:
     """The command's help, then every setting of the configuration, with its type and default."""
-    from lmcache_core.settings.compose import prepare
-    from lmcache_core.settings.names import take_unknown_variables
+    from lmcache_core.settings.compose import known_sources, prepare
 
-    sources = _sources(arguments)
-    take_unknown_variables(sources, arguments.registry.tables)
+    sources, _ = known_sources(arguments.registry, sources_of(arguments))
     schema, _, choices = prepare(arguments.registry, sources)
     print(arguments.format_help())
-    print("settings (as flags; in the file: tables; in the environment: LMCACHE_CORE_L1__SIZE_BYTES):")
+    print("settings (as flags; in the file: tables; in the environment: LMCACHE_CORE_L1__SIZE_BYTES);")
+    print("flags override the environment, then --env-file, --secrets_dir and --config; the rest have their defaults:")
     print(settings_lines(schema))
     if not choices.tiers:
         print("\nno tier is configured: --l2.NAME.type ADAPTER adds one; `lmcache-core plugins` lists the adapters")
@@ -64,11 +78,8 @@ def settings_lines(schema: Schema) -> str:
     return "\n".join(lines)
 
 
-def _sources(arguments: Namespace) -> list[Source]:
-    from lmcache_core.settings.sources import find_file, read_environment, read_file, read_flags
+def sources_of(arguments: Namespace) -> list[Source]:
+    """What a command line and its environment say, strongest first."""
+    from lmcache_core.settings.sources import read_sources
 
-    return [
-        read_flags(arguments.setting_flags),
-        read_environment(os.environ),
-        read_file(find_file(arguments.config)),
-    ]
+    return read_sources(find_file(arguments.config), arguments.env_file, arguments.setting_flags)

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from lmcache_core.cli import connecting
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import UsageError
+from lmcache_core.textfiles import read_text_file
 
 if TYPE_CHECKING:
-    from lmcache_core.client.explaining import KeyExplanation
+    from lmcache_core.client.why.explaining import KeyExplanation
     from lmcache_core.pool.layout import Layout
     from lmcache_core.tokens.namespace import Namespace
 
@@ -32,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", nargs="*", metavar="KEY", help="keys of 64 hexadecimal digits each")
     parser.add_argument("--tokens", metavar="IDS", help="token ids instead, separated by commas or spaces")
     parser.add_argument("--tokens-file", metavar="FILE", help="the same from a file, or from standard input with -")
+    parser.add_argument(
+        "--chunk-tokens", type=int, metavar="N", help="tokens that make one key (default: the server's chunk_tokens)"
+    )
     space = parser.add_argument_group("the namespace")
     space.add_argument("--model", help="the model's name, as the engine passes it")
     space.add_argument("--weights-version", default="", help="the version of its weights, if the engine passes one")
@@ -55,25 +59,46 @@ def run(arguments: argparse.Namespace) -> int:
     keys = [_key(text) for text in arguments.keys]
     if bool(keys) == (tokens is not None):
         raise UsageError("give either keys, or token ids with --tokens or --tokens-file")
+    if arguments.chunk_tokens is not None and tokens is None:
+        raise UsageError("--chunk-tokens is for token ids: give --tokens or --tokens-file")
+    if arguments.namespace is not None and (tokens is not None or arguments.model is not None):
+        raise UsageError(
+            "a namespace id is not enough to derive the keys of tokens: give --model and the other options"
+        )
+    space = _namespace(arguments, layout) if arguments.namespace is None else _id(arguments.namespace)
     with connecting.connect(arguments, "explain") as client:
-        if arguments.namespace is not None:
-            if tokens is not None or arguments.model is not None:
-                raise UsageError(
-                    "a namespace id is not enough to derive the keys of tokens: give --model and the other options"
-                )
-            told = client.explain_by_id(_id(arguments.namespace), layout, keys)
+        # Before this session registers the namespace. It also raises if no server answers, as the next calls do not.
+        known = client.status()["namespaces"]
+        if isinstance(space, int):
+            found = client.explain_by_id(space, layout, keys)
         else:
-            namespace = _namespace(arguments, layout)
-            client.status()  # raises if no server answers; the next call would not
-            client.register_layout(namespace)
-            told = client.explain(keys if tokens is None else None, tokens=tokens, namespace=namespace)
+            client.register_layout(space)
+            found = client.explain(
+                keys if tokens is None else None,
+                tokens=tokens,
+                namespace=space,
+                chunk_tokens=arguments.chunk_tokens,
+            )
     if arguments.json:
-        print(json.dumps([_plain(each) for each in told], indent=2))
-    elif not told:
+        print(json.dumps([_plain(each) for each in found], indent=2))
+    elif not found:
         print("these tokens are less than one chunk, so none of them are cached")
     else:
-        print_table(("key", "hit", "where or why not"), [_row(each) for each in told])
+        print_table(("key", "hit", "where or why not"), [_row(each) for each in found])
+        if not found[0].namespace_known:
+            print()
+            _print_known(known)
     return 0
+
+
+def _print_known(namespaces: Mapping[str, Mapping[str, Any]]) -> None:
+    """What to compare the options with."""
+    if not namespaces:
+        print("nobody else uses this namespace, and the server knows no other: has an engine connected to it?")
+        return
+    title = "nobody else uses this namespace: compare model, dtype, shape and the rest with those the server knows"
+    rows = [(each["label"], each["layout"], str(each["sessions"]), name) for name, each in namespaces.items()]
+    print_table(("known namespace", "layout", "sessions", "id"), rows, title=title, right=(2,))
 
 
 def _row(each: KeyExplanation) -> tuple[str, str, str]:
@@ -106,8 +131,8 @@ def _namespace(arguments: argparse.Namespace, layout: Layout) -> Namespace:
     salt = ""
     if arguments.tenant_salt_file is not None:
         try:
-            salt = arguments.tenant_salt_file.read_text().removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
+            salt = read_text_file(arguments.tenant_salt_file).removesuffix("\n")
+        except (OSError, ValueError) as error:
             raise UsageError(f"--tenant-salt-file {arguments.tenant_salt_file} cannot be read: {error}") from error
     shard = int(part[1]), int(part[2])
     return Namespace(arguments.model, layout, arguments.weights_version, shard, salt, arguments.format)
@@ -133,10 +158,10 @@ def _tokens(arguments: argparse.Namespace) -> Sequence[int] | None:
         text = sys.stdin.read()
     elif arguments.tokens_file is not None:
         try:
-            text = Path(arguments.tokens_file).read_text()
+            text = read_text_file(Path(arguments.tokens_file))
         except OSError as error:
             raise UsageError(f"--tokens-file {arguments.tokens_file} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
+        except ValueError as error:
             raise UsageError(f"--tokens-file {arguments.tokens_file} is not text: {error}") from error
     if text is None:
         return None

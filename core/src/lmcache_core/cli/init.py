@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.guard import on_failure
 
 if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
@@ -58,12 +59,9 @@ def _write(path: Path, text: str, *, replace: bool) -> None:
     target = path.resolve()
     fresh = target.with_name(f".{target.name}.{os.getpid()}") if replace else path
     with fresh.open("x", encoding="utf-8") as file:
-        try:
+        with on_failure(fresh.unlink):
             file.write(text)
             file.flush()
-        except BaseException:
-            fresh.unlink()
-            raise
     if replace:
         fresh.replace(target)
 
@@ -75,14 +73,14 @@ def settings_file(registry: Registry, tiers: Sequence[str]) -> str:
 
     if len(set(tiers)) < len(tiers):
         raise SettingsError(f"--tiers names a tier twice: {', '.join(tiers)}")
-    flags = [word for name in tiers for word in (f"--l2.{name}.type", ADAPTERS.get(name, name))]
+    flags = [flag for name in tiers for flag in (f"--l2.{name}.type", ADAPTERS.get(name, name))]
     schema, _, _ = prepare(registry, [read_flags(flags)])
-    said: dict[tuple[str, ...], Any] = {("l2", name, "type"): ADAPTERS.get(name, name) for name in tiers}
+    given: dict[tuple[str, ...], Any] = {("l2", name, "type"): ADAPTERS.get(name, name) for name in tiers}
     head = "# The settings of one lmcache-core server. Commented lines show the defaults."
-    return "\n".join([head, *_tables(schema, said)]) + "\n"
+    return "\n".join([head, *_tables(schema, given)]) + "\n"
 
 
-def _tables(schema: Schema, said: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
+def _tables(schema: Schema, given: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
     """Tables in the order of the models. TOML needs settings outside any table to come first."""
     tables: dict[tuple[str, ...], list[SettingField]] = {(): []}
     for setting in schema.values():
@@ -94,21 +92,26 @@ def _tables(schema: Schema, said: Mapping[tuple[str, ...], Any]) -> Iterator[str
         for number, setting in enumerate(settings):
             if number or not at:
                 yield ""
-            yield from _lines(setting, said)
+            yield from _lines(setting, given)
 
 
-def _lines(setting: SettingField, said: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
+def _lines(setting: SettingField, given: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
     yield from textwrap.wrap(
         f"{setting.description} ({setting.type_text})".strip(), WIDTH, initial_indent="# ", subsequent_indent="# "
     )
     name = setting.path[-1]
-    if setting.path in said:
-        yield f"{name} = {_toml(said[setting.path])}"
+    if setting.path in given:
+        yield f"{name} = {_toml(given[setting.path])}"
     elif setting.required:
         yield f"{name} = {_toml(setting.example)}"
     else:
-        default = None if setting.secret else _plain(setting)
-        yield f"# {name} = {'…' if default is None else _toml(default)}"
+        yield f"# {name} = {default_text(setting) or '…'}"
+
+
+def default_text(setting: SettingField) -> str:
+    """The default as a file has it; empty for a secret, and if TOML cannot express it."""
+    default = None if setting.secret else _plain(setting)
+    return "" if default is None else _toml(default)
 
 
 def _plain(setting: SettingField) -> Any:

@@ -10,15 +10,46 @@ from typing import Any, NoReturn
 
 from lmcache_core.errors import UsageError
 
+__all__ = ["add_command"]
+
+_Commands = argparse._SubParsersAction  # what `add_subparsers` returns
+
 
 class CommandParser(argparse.ArgumentParser):
     """Raises an exception for a wrong command line instead of ending the process. `main` prints it, as JSON if asked
     to."""
 
+    commands: _Commands[Any] | None = None  # those below this one
+    example: str = ""  # a command line to paste, in the help and after an error
+
+    def add_subparsers(self, **kwargs: Any) -> _Commands[Any]:
+        """Remember them: other packages add some."""
+        self.commands = super().add_subparsers(**kwargs)
+        return self.commands
+
     def error(self, message: str) -> NoReturn:
         """Print the usage to standard error and raise `UsageError`."""
         self.print_usage(sys.stderr)
-        raise UsageError(message, cure=f"see {self.prog} --help")
+        if self.commands is not None and message.endswith(f" are required: {self.commands.metavar}"):
+            shown = [each.dest for each in self.commands._choices_actions]  # as the help has them
+            message = f"{str(self.commands.metavar).lower()} is missing: {', '.join(shown)}"
+        example = f"for example `{self.example}`; " if self.example else ""
+        cure = f"{example}see {self.prog} --help"
+        if message.endswith("?"):  # did you mean …?
+            raise UsageError(f"{message} {cure[0].upper()}{cure[1:]}")
+        raise UsageError(message, cure=cure)
+
+    def format_help(self) -> str:
+        """The help, with the example at its end."""
+        return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, _Commands) and value not in action.choices:
+            from lmcache_core.plugins.suggest import suggestion
+
+            near = suggestion(str(value), action.choices)
+            raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{near}")
+        super()._check_value(action, value)
 
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -37,15 +68,11 @@ class LazyParser(CommandParser):
         kwargs.setdefault("allow_abbrev", False)  # an abbreviation could swallow a setting's name
         super().__init__(*args, **kwargs)
         self._module = module
-        self.mixes_words = False  # True: an optional word may also follow options
 
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         self.load()
-        if self.mixes_words:
-            self.mixes_words = False  # argparse calls this method again, for the options and for the words
-            return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
     def load(self) -> None:
@@ -56,14 +83,31 @@ class LazyParser(CommandParser):
 
 
 def add_command(
-    subparsers: argparse._SubParsersAction[Any], name: str, summary: str, module: str, **kwargs: Any
+    subparsers: _Commands[Any], name: str, summary: str, module: str, *, takes_settings: bool = False
 ) -> argparse.ArgumentParser:
-    """A subcommand implemented by `module`, which has `add_options(parser)` and `run(arguments) -> int`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=summary, description=summary, module=module, **kwargs
+    """Add a subcommand implemented by `module`, which has `add_options(parser)` and `run(arguments) -> int`. It is
+    imported when the command is chosen. `name` may be two words: "plugins certify" is added below `plugins`.
+    `takes_settings`: any setting may follow as a flag; then `module` also adds `--help`, see `cli.compose`.
+
+    Plugin packages call this in their `lmcache_add_commands` hook.
+    """
+    below, last = place(subparsers, name)
+    parser: argparse.ArgumentParser = below.add_parser(
+        last, help=summary, description=summary, module=module, add_help=not takes_settings
     )
-    parser.set_defaults(run=_runner(module))
+    parser.set_defaults(run=_runner(module), takes_settings=takes_settings)
     return parser
+
+
+def place(subparsers: _Commands[Any], name: str) -> tuple[_Commands[Any], str]:
+    """Where a command is added, and its last word. Raises `UsageError` if none can be added below the words before."""
+    *groups, last = name.split()
+    for group in groups:
+        below = getattr(subparsers.choices.get(group), "commands", None)
+        if below is None:
+            raise UsageError(f"command {name!r} cannot be added: none can be added below {group!r}")
+        subparsers = below
+    return subparsers, last
 
 
 def _runner(module: str) -> Callable[[argparse.Namespace], int]:

@@ -3,51 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.cli.lazy import CommandParser, LazyParser, add_command
-from lmcache_core.errors import CacheError
+from lmcache_core.cli.lazy import CommandParser, LazyParser, add_command, place
+from lmcache_core.errors import CacheError, printable
+from lmcache_core.threads import NO_THREAD
 
 if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
 
 _HERE = "lmcache_core.cli"
 
-# name → module, summary, whether settings may follow as flags
+# name → module, summary, whether settings may follow as flags. The second word of a name is below the first.
 COMMANDS: dict[str, tuple[str, str, bool]] = {
     "serve": (f"{_HERE}.serve", "run a server", True),
     "status": (f"{_HERE}.status", "show the state of a running server", False),
-    "top": (f"{_HERE}.top", "watch a running server on a terminal", False),
-    "metrics": (f"{_HERE}.metrics", "print a running server's figures in Prometheus' text format", False),
     "explain": (f"{_HERE}.explain", "show where keys are, or why they missed", False),
     "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),
+    "plugins list": (f"{_HERE}.plugins", "list what is installed (as without an action)", False),
+    "plugins show": (f"{_HERE}.show_plugin", "show a plugin or a component, with its settings", False),
     "init": (f"{_HERE}.init", "write a settings file to start from", False),
-    "size": (f"{_HERE}.size", "estimate how large a pool and a tier must be for a model and its traffic", False),
     "config": (f"{_HERE}.config", "print the settings and where each came from", True),
     "check": (f"{_HERE}.check", "check settings and environment before starting a server", True),
     "tiers": (f"{_HERE}.tiers", "list, add, drain, remove and reconfigure the tiers of a running server", False),
     "quota": (f"{_HERE}.quota", "show and change the quotas of a running server's tenants", False),
-    "warm": (f"{_HERE}.warm", "load objects of a tier into the pool, ahead of requests", True),
-    "verify": (f"{_HERE}.verify", "read every object of a tier and check it", True),
-    "copy": (f"{_HERE}.copy_tiers", "copy the objects of one tier to another", True),
     "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
-    "trace": (f"{_HERE}.trace", "record the requests to a server, and replay them", False),
-    "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
-    "completion": (f"{_HERE}.completion", "print the script for shell completion", False),
 }
-# Commands and benches from other packages. Without the package, they say what to install.
-ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
-BENCHES_ELSEWHERE = dict.fromkeys(
-    [
-        *("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy"),
-        *("serde", "hash", "lookup", "restart", "engine", "peer", "observe", "hooks", "all"),
-    ],
-    "lmcache-bench",
-)
+GROUPS = {"plugins"}  # below these there are others, also of other packages
+# Commands of other packages, benches among them. Without the package, they say what to install.
+_BENCHES = "rpc copy pages prompt alloc clear l2 policy serde hash lookup restart engine peer observe hints hooks all"
+ELSEWHERE = {
+    "demo": "lmcache-transformers[demo]",
+    **dict.fromkeys(("plugins new", "plugins certify"), "lmcache-testing"),
+    "metrics": "lmcache-http",
+    **dict.fromkeys(("top", "size", "warm", "verify", "copy", "completion"), "lmcache-tools"),
+    **dict.fromkeys(("trace", "simulate"), "lmcache-lab"),
+    "hint": "lmcache-hints",
+    "quality": "lmcache-transformers[demo]",
+    **{f"bench {name}": "lmcache-bench" for name in _BENCHES.split()},
+}
 
 EXIT_REFUSED = 2  # argparse's own status for a wrong command line
 EXIT_INTERRUPTED = 130
@@ -57,14 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status. An error is one line on standard error. With --json it is also an
     object on standard output, so that scripts always read JSON."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of ASCII or Latin-1 shows \\xf7 for what it lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(arguments)
         sys.stdout.flush()  # flush here, where a closed pipe is caught
     except CacheError as error:
-        said = " ".join(str(error).split())
-        print(f"lmcache-core: {said}", file=sys.stderr)
+        text = printable(" ".join(str(error).split()))
+        print(f"lmcache-core: {text}", file=sys.stderr)
         if "--json" in arguments:
-            print(json.dumps({"error": {"code": error.code, "message": said}}))
+            print(json.dumps({"error": {"code": error.code, "message": text}}))
+        return EXIT_REFUSED
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        print(
+            "lmcache-core: the system gives no more threads: raise the user's limit of processes (ulimit -u, TasksMax) "
+            "or that of the control group (pids.max)",
+            file=sys.stderr,
+        )
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -100,47 +112,49 @@ def build_parser(registry: Registry) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lmcache-core {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=LazyParser)
     for name, (module, summary, takes_settings) in COMMANDS.items():
-        command = add_command(commands, name, summary, module, add_help=not takes_settings)
-        command.set_defaults(takes_settings=takes_settings)
+        command = add_command(commands, name, summary, module, takes_settings=takes_settings)
+        if name in GROUPS:
+            command.add_subparsers(title="actions", metavar="ACTION", parser_class=LazyParser)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure this machine.")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=LazyParser)
     registry.hook.lmcache_add_commands(subparsers=commands, benches=benches)
     if not benches.choices:
         benches.required = False
         bench.set_defaults(run=_no_bench)
-    for what, parsers, elsewhere in (("command", commands, ELSEWHERE), ("bench", benches, BENCHES_ELSEWHERE)):
-        for name, requirement in elsewhere.items():
-            if name not in parsers.choices:
-                _say_where(parsers, what, name, requirement, registry)
+    for name, requirement in ELSEWHERE.items():
+        group, last = place(commands, name)
+        if last not in group.choices:
+            group.add_parser(last, add_help=False).set_defaults(
+                run=_says_where(name, requirement, registry), takes_settings=True
+            )
     return parser
 
 
 def _no_bench(arguments: argparse.Namespace) -> int:
     from lmcache_core.errors import PluginError
+    from lmcache_core.plugins.suggest import install_command
 
-    raise PluginError("no bench is installed: pip install lmcache-bench")
+    raise PluginError("no bench is installed", cure=install_command("lmcache-bench"))
 
 
-def _say_where(
-    parsers: argparse._SubParsersAction[LazyParser], what: str, name: str, requirement: str, registry: Registry
-) -> None:
+def _says_where(name: str, requirement: str, registry: Registry) -> Callable[[argparse.Namespace], int]:
     """A command that only says what to install. It is left out of the help."""
     package = requirement.partition("[")[0]
 
     def run(arguments: argparse.Namespace) -> int:
         from lmcache_core.errors import PluginError
         from lmcache_core.plugins.discovery import canonical
+        from lmcache_core.plugins.suggest import install_command
 
         for refusal in registry.refused:
             if canonical(refusal.distribution) == package:
-                raise PluginError(f"the {what} {name!r} cannot be used: plugin {refusal}")
+                raise PluginError(f"the command {name!r} cannot be used: plugin {refusal}")
         for fault in registry.faults:
             if canonical(fault.plugin.distribution) == package:
-                raise PluginError(f"the {what} {name!r} cannot be used: {fault}")
-        raise PluginError(f"the {what} {name!r} comes with {package}: pip install '{requirement}'")
+                raise PluginError(f"the command {name!r} cannot be used: {fault}")
+        raise PluginError(f"the command {name!r} comes with {package}", cure=install_command(requirement))
 
-    parser = parsers.add_parser(name, add_help=False)
-    parser.set_defaults(run=run, takes_settings=True)
+    return run
 
 
 if __name__ == "__main__":

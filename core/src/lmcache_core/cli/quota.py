@@ -18,12 +18,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         title="actions", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
-    summary = "show the tenants, with what they have reserved, may use and do use"
+    summary = "show the tenants, with their reserve, limit and usage"
     got = actions.add_parser("get", parents=[shared], help=summary, description=f"get: {summary}")
     got.add_argument("tenant", metavar="TENANT", nargs="?", help="only this tenant")
     got.add_argument("--json", action="store_true", help="print a JSON list")
     summary = "set or change a tenant's quota; it applies at once and survives restarts"
     one = actions.add_parser("set", parents=[shared], help=summary, description=f"set: {summary}")
+    one.usage = f"{one.prog} [options] TENANT --namespace ID [--store STORE] [--reserved SIZE] [--limit SIZE]"
+    one.example = f"{one.prog} t1 --namespace 9a7c5d7ed25c9bb6 --limit 1GiB"
     one.add_argument("tenant", metavar="TENANT", help="a name of your choice")
     one.add_argument(
         "--namespace",
@@ -31,7 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="one of its namespaces, as hexadecimal text; repeatable. A new tenant needs one; an old list is replaced",
     )
-    one.add_argument("--store", default="l1", help="l1 for the pool, or the name of a tier (default: l1)")
+    one.add_argument(
+        "--store", default="l1", metavar="STORE", help="l1 for the pool, or the name of a tier (default: l1)"
+    )
     one.add_argument(
         "--reserved", metavar="SIZE", help="bytes that no other tenant can take, for example 10GiB, or none"
     )
@@ -44,12 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the server; returns 0. Raises the error that it answers, and DisconnectedError if no server answers."""
+    """Ask the server, and print what has changed; returns 0. Raises the error that it answers, and DisconnectedError if
+    no server answers."""
     with connecting.connect(arguments, "quota") as client:
         if arguments.action == "get":
             _print(client.quotas(), arguments.tenant, as_json=arguments.json)
         elif arguments.action == "delete":
             client.quota_remove(arguments.tenant)
+            print(f"tenant {arguments.tenant!r} has no quota any more; its objects stay")
         else:
             stores = {}
             if arguments.reserved is not None or arguments.limit is not None:
@@ -60,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 stores[arguments.store] = figures
             ids = None if arguments.namespace is None else [_namespace(text) for text in arguments.namespace]
             client.quota_set(arguments.tenant, stores, ids)
+            print(_sentence(client.quotas(), arguments.tenant))
     return 0
 
 
@@ -69,6 +76,17 @@ def _figures_now(tenants: list[dict[str, Any]], tenant: str, store: str) -> dict
         if row["tenant"] == tenant and store in row["stores"]:
             return {name: row["stores"][store][name] for name in ("reserved_bytes", "limit_bytes")}
     return {}
+
+
+def _sentence(tenants: list[dict[str, Any]], tenant: str) -> str:
+    """The quota that a tenant has now, store by store."""
+    [now] = [row for row in tenants if row["tenant"] == tenant]
+    parts = [f"namespaces {', '.join(now['namespaces'])}"]
+    for store, figures in now["stores"].items():
+        reserved, limit = figures["reserved_bytes"], figures["limit_bytes"]
+        if reserved is not None or limit is not None:
+            parts.append(f"{store}: {_text(reserved) or 'nothing'} reserved, limit {_text(limit) or 'none'}")
+    return f"tenant {tenant!r}, from now on: {'; '.join(parts)}"
 
 
 def _size(text: str) -> int | None:
@@ -98,7 +116,7 @@ def _print(tenants: list[dict[str, Any]], tenant: str | None, *, as_json: bool) 
     if tenant is not None:
         tenants = [row for row in tenants if row["tenant"] == tenant]
         if not tenants:
-            raise UsageError(f"no tenant is named {tenant!r}")
+            raise UsageError(f"tenant {tenant!r} has no quota", cure="`lmcache-core quota get` lists those with one")
     if as_json:
         print(json.dumps(tenants, indent=2))
         return
@@ -107,9 +125,9 @@ def _print(tenants: list[dict[str, Any]], tenant: str | None, *, as_json: bool) 
         return
     figures = ("used_bytes", "reserved_bytes", "limit_bytes")
     rows = [
-        (row["tenant"] or "(others)", store, *(_text(told[name]) for name in figures))
+        (row["tenant"] or "(others)", store, *(_text(quota[name]) for name in figures))
         for row in tenants
-        for store, told in row["stores"].items()
+        for store, quota in row["stores"].items()
     ]
     print_table(("tenant", "store", "used", "reserved", "limit"), rows, right=(2, 3, 4))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import resource
+import sys
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 
@@ -21,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="keep the pool for the next server at a clean shutdown (l1.keep_pool)",
     )
-    parser.add_argument("--record", metavar="DIR", help="record requests into this directory (record.dir), for `trace`")
+    parser.add_argument("--record", metavar="DIR", help="record requests into this directory, for `trace`")
     parser.add_argument(
         "--log-format",
         default="text",
@@ -35,16 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _begin_log(arguments: argparse.Namespace) -> None:
     """Log to standard error."""
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if arguments.log_format == "json":
-        from lmcache_core.observe.lines import JsonLines
+    from lmcache_core.observe.lines import JsonLines
+    from lmcache_core.observe.log_thread import LogThread, TextLines
 
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(JsonLines())
+    handler = LogThread(sys.stderr.fileno(), JsonLines() if arguments.log_format == "json" else TextLines())
+    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
 
 
 def _record(arguments: argparse.Namespace) -> tuple[str, ...]:
-    return () if arguments.record is None else ("--record.dir", arguments.record)
+    return () if arguments.record is None else ("--operations.record.dir", arguments.record)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     for refusal in arguments.registry.refused:
         if not refusal.chosen:
             log.warning("plugin not in use: %s", refusal)
-    from lmcache_core.server.end_signals import EndSignals
+    from lmcache_core.server.process.end_signals import EndSignals
     from lmcache_core.server.server import Server
 
     # A session takes two or three descriptors. The usual soft limit of 1,024 exists for select(), which we do not use.
@@ -68,9 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         server = Server(settings, arguments.registry)
 
         def ready(address: str) -> None:
-            had, all_of_it = server.populator.populated_bytes, server.segment.info.data_bytes
+            had, all_of_it = server.parts.populator.populated_bytes, server.parts.segment.info.data_bytes
             populated = f"{had:,} of {all_of_it:,} bytes populated"
             print(f"lmcache-core {settings.name} ready at {address}, {populated}", flush=True)
 
         status: int = server.run(ready, signals)
+        signals.finish()
     return status

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache_core.cli import connecting
-from lmcache_core.observe.readable import duration, hits_of_keys, plain, size
+from lmcache_core.cli.table import width_of, wrapped
+from lmcache_core.errors import printable
+from lmcache_core.observe.readable import duration, found_in, hits_of_keys, size
 from lmcache_core.observe.troubles import with_troubles
 
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
-_COLUMNS = 80
 _NAME_COLUMNS = 10
+_NAMESPACES_SHOWN = 5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,18 +50,15 @@ def _print(arguments: argparse.Namespace, status: Mapping[str, Any]) -> None:
         print(json.dumps(status, indent=None if arguments.watch is not None else 2))
     elif arguments.all:
         for name, value in _lines(status):
-            print(f"{name}  {plain(value)}")
+            print(f"{name}  {printable(value)}")
     else:
         for name, text in summary(status):
-            print(wrapped(name, plain(text)))
+            print(*lines_of(name, text, width_of(sys.stdout)), sep="\n")
 
 
-def wrapped(name: str, text: str) -> str:
-    """One line, or several if the text is long; a path or an address stays whole."""
-    first, rest = f"{name:{_NAME_COLUMNS - 1}} ", " " * _NAME_COLUMNS
-    return textwrap.fill(
-        text, _COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
+def lines_of(name: str, text: str, width: int | None) -> list[str]:
+    """One line, or several if the text is longer than that; a path or an address stays whole."""
+    return wrapped(printable(text), width, first=f"{name:{_NAME_COLUMNS - 1}} ", rest=" " * _NAME_COLUMNS)
 
 
 def _lines(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -91,6 +89,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "pool", f"{share}; {l1['objects_by_state']['ready']:,} objects"
     lookups, retrieves = status["traffic"]["lookups"], status["traffic"]["retrieves"]
     yield "lookups", f"{hits_of_keys(lookups)}; {lookups['hits_by_index']:,} of them without a call"
+    if lookups["prompts"]:
+        tokens = f"{lookups['hit_tokens']:,} of {lookups['tokens']:,} tokens found"
+        yield "prompts", f"{lookups['prompts']:,} of engines; {tokens}, {lookups['hit_tokens'] / lookups['tokens']:.1%}"
     yield "retrieves", f"{hits_of_keys(retrieves)}; {size(retrieves['bytes'])} read"
     stored, evicted = status["counters"].get("stored_objects", 0), l1["counters"]["evictions"]
     yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {l1['eviction_policy']}"
@@ -99,10 +100,22 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{status['sessions_connected']:,} connected, {status['deaths']:,} died; leases: {leases['write']:,} write, "
         f"{leases['read']:,} read, {leases['promise']:,} promised",
     )
+    yield from _namespaces(status["namespaces"], status["traffic"]["namespaces"])
     for tier in (status["tiers"] or {}).get("tiers", []):
         most = tier["capacity_bytes"]
         room = "" if most is None else f" of {size(most)}, {tier['bytes_used'] / most:.0%}" if most else " of nothing"
-        draining = "; draining" if tier["draining"] else ""
+        draining = "; draining" if tier["draining"] else "" if tier["stores"] else "; never stores"
         yield "tier", f"{tier['name']}: {size(tier['bytes_used'])}{room}; {tier['objects']:,} objects{draining}"
     for trouble in status["troubles"] or ["none"]:
         yield "trouble", trouble
+
+
+def _namespaces(namespaces: Mapping[str, Any], traffic: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The first ones by their labels; each id is in `--all`, and the layout too."""
+    for name, row in list(namespaces.items())[:_NAMESPACES_SHOWN]:
+        figures = traffic.get(name)
+        found = "" if figures is None else f", {found_in(figures)} found"
+        sessions = "1 session" if row["sessions"] == 1 else f"{row['sessions']:,} sessions"
+        yield "namespace", f"{row['label'] or name}: {sessions}{found}"
+    if len(namespaces) > _NAMESPACES_SHOWN:
+        yield "namespace", f"and {len(namespaces) - _NAMESPACES_SHOWN} more: see --all"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.cli import connecting
 from lmcache_core.cli.lazy import CommandParser
 from lmcache_core.cli.table import print_table
+from lmcache_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,40 +45,85 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ):
         one = actions.add_parser(action, parents=[shared], help=summary, description=f"{action}: {summary}")
         one.add_argument("tier", metavar="TIER")
+    one.add_argument("-y", "--yes", action="store_true", help="do not ask; needed where nobody can be asked")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the server; returns 0. Raises the error that it answers, and DisconnectedError if no server answers."""
+    """Ask the server, and print what has changed; returns 0, or 1 if somebody was asked and said no. Raises the error
+    that the server answers, and DisconnectedError if none answers."""
+    name = arguments.tier if arguments.action != "list" else ""
     with connecting.connect(arguments, "tiers") as client:
         if arguments.action == "list":
             _list(client.tiers_list(), as_json=arguments.json)
         elif arguments.action == "drain":
-            client.tiers_drain(arguments.tier)
+            client.tiers_drain(name)
+            print(f"tier {name!r} gets no more stores; {_content(client, name)}")
+            print(f"`lmcache-core tiers reconfigure {name}` makes it accept stores again")
         elif arguments.action == "remove":
-            client.tiers_remove(arguments.tier)
+            content = _content(client, name)
+            if content and not arguments.yes and not _agreed(name, content):
+                print("nothing has changed")
+                return 1
+            client.tiers_remove(name)
+            print(f"tier {name!r} is removed; what it holds stays on its medium")
         else:
             values, texts = _settings(arguments)
             change = client.tiers_add if arguments.action == "add" else client.tiers_reconfigure
-            change(arguments.tier, values, texts)
+            try:
+                change(name, values, texts)
+            except SettingsError as error:  # the server names a setting as its own flags do
+                raise SettingsError(str(error).replace(f"--l2.{name}.", "--set ")) from error
+            order = ", ".join(tier["name"] for tier in client.tiers_list())
+            done = "is added, as the last" if arguments.action == "add" else "has its new settings, and accepts stores"
+            print(f"tier {name!r} {done}; tiers in order: {order}")
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """From the table [l2.TIER] of the given file, the environment and `--set`; later ones override earlier ones."""
-    from lmcache_core.errors import SettingsError, UsageError
-    from lmcache_core.settings.sources import read_environment, read_file, tree_of
+def _content(client: Client, name: str) -> str:
+    """What a tier serves, and what is not on it yet; empty if there is no such tier."""
+    from lmcache_core.settings.sizes import size_text
 
-    here = ("l2", arguments.tier)
+    tiers = client.status()["tiers"]
+    for tier in [] if tiers is None else tiers["tiers"]:
+        if tier["name"] == name:
+            waiting = tiers["stores"]["dirty"].get(name, 0)
+            yet = f"; {waiting:,} objects still wait to be stored there" if waiting else ""
+            return f"it serves {tier['objects']:,} objects ({size_text(tier['bytes_used'])}){yet}"
+    return ""
+
+
+def _agreed(name: str, content: str) -> bool:
+    """Whether a person says so. Raises `UsageError` if there is none to ask."""
+    from lmcache_core.errors import UsageError
+
+    if not sys.stdin.isatty():
+        raise UsageError(f"nobody can be asked whether tier {name!r} may be removed", cure="give --yes")
+    print(f"tier {name!r}: {content}. Once it is removed, that stays on its medium, but is not found any more.")
+    try:
+        return input("Remove it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """From the table [l2.TIER] of the given file, secrets, the env file, the environment and `--set`; later ones
+    override earlier ones."""
+    from lmcache_core.errors import UsageError
+    from lmcache_core.settings.compose import known_sources
+    from lmcache_core.settings.sources import dotted, read_sources
+    from lmcache_core.settings.tier import tier_table
+
     values: Mapping[str, Any] = {}
     if arguments.config is not None:
-        leaves = {path[2:]: leaf.value for path, leaf in read_file(arguments.config).leaves.items() if path[:2] == here}
-        if not leaves and arguments.action == "add":
+        values = tier_table(arguments.config, arguments.tier)
+        if not values and arguments.action == "add":
             raise SettingsError(f"{arguments.config} has no table [l2.{arguments.tier}]")
-        values = tree_of(leaves)
+    sources, _ = known_sources(arguments.registry, read_sources(arguments.config, arguments.env_file))
     texts = {
-        ".".join(path[2:]): leaf.value
-        for path, leaf in read_environment(os.environ).leaves.items()
-        if path[:2] == here and len(path) > 2
+        dotted(path[2:]): leaf.value
+        for source in reversed(sources)
+        for path, leaf in source.leaves.items()
+        if path[:2] == ("l2", arguments.tier) and len(path) > 2 and leaf.text
     }
     for pair in arguments.set:
         name, equals, value = pair.partition("=")
@@ -100,7 +149,7 @@ def _list(tiers: list[dict[str, Any]], *, as_json: bool) -> None:
             (
                 tier["name"],
                 tier["settings"]["type"],
-                "draining" if tier["draining"] else "in use",
+                "draining" if tier["draining"] else "in use" if tier["stores"] else "loads only",
                 tier["reads"]["breaker"],
                 tier["writes"]["breaker"],
                 f"{tier['objects']:,}",
@@ -108,7 +157,7 @@ def _list(tiers: list[dict[str, Any]], *, as_json: bool) -> None:
                 "" if capacity is None else size_text(capacity),
             )
         )
-    columns = ("tier", "type", "state", "reads", "writes", "objects", "bytes", "capacity")
+    columns = ("tier", "type", "state", "read breaker", "write breaker", "objects", "bytes", "capacity")
     print_table(columns, rows, right=(5, 6, 7))
     errors = [(tier["name"], tier["last_error"]) for tier in tiers if tier["last_error"]]
     if errors:

@@ -1,1 +1,60 @@
-"""The library in the worker, or in a scheduler that only looks up."""
+"""The library in the worker, or in a scheduler that only looks up.
+
+`Client` and what most programs need with it are imported from `lmcache_core`, everything else of it from here. Nothing
+is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmcache_core.client.engine_blocks import EngineBlocks
+    from lmcache_core.client.link.address import CurveKeys
+    from lmcache_core.client.link.event_stream import connect_events
+    from lmcache_core.client.move.copying import CopyThreads, tensor_of, threads_to_copy
+    from lmcache_core.client.move.leases import ReadLease
+    from lmcache_core.client.move.page_jobs import PagesResult, RetrieveJob, StoreJob
+    from lmcache_core.client.move.pages import Pages
+    from lmcache_core.client.why.explaining import counted_reasons
+
+__all__ = [
+    "CopyThreads",
+    "CurveKeys",
+    "EngineBlocks",
+    "Pages",
+    "PagesResult",
+    "ReadLease",
+    "RetrieveJob",
+    "StoreJob",
+    "connect_events",
+    "counted_reasons",
+    "tensor_of",
+    "threads_to_copy",
+]
+
+_LAZY = {
+    "CopyThreads": "move.copying",
+    "CurveKeys": "link.address",
+    "EngineBlocks": "engine_blocks",
+    "Pages": "move.pages",
+    "PagesResult": "move.page_jobs",
+    "ReadLease": "move.leases",
+    "RetrieveJob": "move.page_jobs",
+    "StoreJob": "move.page_jobs",
+    "connect_events": "link.event_stream",
+    "counted_reasons": "why.explaining",
+    "tensor_of": "move.copying",
+    "threads_to_copy": "move.copying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

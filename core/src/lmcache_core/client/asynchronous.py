@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial, wraps
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from lmcache_core.client.boundaries import CommonHits
 from lmcache_core.client.client import Client
-from lmcache_core.client.leases import Lease
-from lmcache_core.client.page_jobs import PagesResult
-from lmcache_core.client.pages import PageEntry, Pages
+from lmcache_core.client.find.group_lookups import CommonHits
+from lmcache_core.client.move.leases import Lease
+from lmcache_core.client.move.page_jobs import PagesResult
+from lmcache_core.client.move.pages import PageEntry, Pages
+from lmcache_core.client.move.regions import PageGroup, Region
 from lmcache_core.client.promises import Promise
-from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, StoreResult
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.protocol.messages import LookupReply
@@ -57,7 +56,7 @@ async def _until(
         if leave is not None:
             leave()
         raise
-    except BaseException:
+    except BaseException:  # cancelled, most of all: nobody waits for the call any more
         cancel()
         raise
 
@@ -201,6 +200,11 @@ class AsyncClient:
         return self.client.why_unreachable
 
     @property
+    def published(self) -> int | None:
+        """Like `Client.published`."""
+        return self.client.published
+
+    @property
     def wants_blocks(self) -> bool:
         """Like `Client.wants_blocks`."""
         return self.client.wants_blocks
@@ -264,15 +268,12 @@ class AsyncClient:
         """Like `Client.call_operation`."""
         return await elsewhere(self.client, partial(self.client.call_operation, operation, request, reply))
 
-    async def record_start(self, directory: str | Path, **settings: Any) -> None:
-        """Like `Client.record_start`."""
-        await elsewhere(self.client, partial(self.client.record_start, directory, **settings))
-
     # One request and one answer, or a copy that releases the GIL: these run in the loop's executor.
     store = _awaited(Client.store)
     retrieve = _awaited(Client.retrieve)
     register_layout = _awaited(Client.register_layout)
     lookup_many = _awaited(Client.lookup_many)
+    count_prompt = _awaited(Client.count_prompt)
     prepare_store = _awaited(Client.prepare_store)
     prepare_retrieve = _awaited(Client.prepare_retrieve)
     free_lookup_locks = _awaited(Client.free_lookup_locks)
@@ -286,8 +287,10 @@ class AsyncClient:
     explain = _awaited(Client.explain)
     explain_by_id = _awaited(Client.explain_by_id)
     wait_stored = _awaited(Client.wait_stored)
+    wait_published = _awaited(Client.wait_published)
     pin = _awaited(Client.pin)
     pin_by_id = _awaited(Client.pin_by_id)
+    drop_by_id = _awaited(Client.drop_by_id)
     unpin = _awaited(Client.unpin)
     config = _awaited(Client.config)
     query_prefetch_status = _awaited(Client.query_prefetch_status)
@@ -301,7 +304,6 @@ class AsyncClient:
     tiers_drain = _awaited(Client.tiers_drain)
     tiers_remove = _awaited(Client.tiers_remove)
     report_block_allocation = _awaited(Client.report_block_allocation)
-    record_stop = _awaited(Client.record_stop)
     quotas = _awaited(Client.quotas)
     quota_set = _awaited(Client.quota_set)
     quota_remove = _awaited(Client.quota_remove)

@@ -9,34 +9,33 @@ import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
-from lmcache_core.client.address import CurveKeys
-from lmcache_core.client.boundaries import CommonHits, CommonLookups, KeyGroup
-from lmcache_core.client.channel import expect
-from lmcache_core.client.copying import CopyThreads, copy_in, copying_threads, spans
 from lmcache_core.client.engine_blocks import EngineBlocks
-from lmcache_core.client.explaining import KeyExplanation, explain_pages
-from lmcache_core.client.hits import Hits, checked_keys, verify_level
-from lmcache_core.client.leases import ReadLease, WriteLease
-from lmcache_core.client.link import Link, Target
-from lmcache_core.client.links import Links
-from lmcache_core.client.lookups import ClientLookupOptions, ClientLookups, LookupHandle
-from lmcache_core.client.page_jobs import PagesResult
-from lmcache_core.client.pages import PageEntry, Pages
-from lmcache_core.client.presence import Presence
+from lmcache_core.client.find.group_lookups import CommonHandle, CommonHits, CommonLookups, KeyGroup
+from lmcache_core.client.find.hits import Hits, ReadRequest, checked_keys, verify_level
+from lmcache_core.client.find.lookups import ClientLookupOptions, ClientLookups, LookupHandle
+from lmcache_core.client.link.address import CurveKeys
+from lmcache_core.client.link.channel import expect
+from lmcache_core.client.link.link import Link, Target
+from lmcache_core.client.link.presence import Presence
+from lmcache_core.client.link.reconnecting import Links
+from lmcache_core.client.move.copying import CopyThreads, copying_threads, spans
+from lmcache_core.client.move.leases import ReadLease, WriteLease
+from lmcache_core.client.move.page_jobs import PagesResult
+from lmcache_core.client.move.pages import PageEntry, Pages
+from lmcache_core.client.move.regions import PageGroup, Region
+from lmcache_core.client.move.retrieving import Retriever
 from lmcache_core.client.promises import Promise, frames_of
-from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
-from lmcache_core.client.retrieving import Retriever
-from lmcache_core.client.stored import StoredKey, wait_stored
-from lmcache_core.client.tracing import check_traceparent
-from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UnknownNamespaceError, UsageError
+from lmcache_core.client.tracing import check_traceparent, trace_context
+from lmcache_core.client.why.explaining import KeyExplanation, explain_pages
+from lmcache_core.client.why.stored import StoredKey, wait_stored
+from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
     BATCH_KEYS_MAX,
@@ -49,14 +48,15 @@ from lmcache_core.limits import (
 )
 from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.tally import Tally
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.address import check_address
+from lmcache_core.protocol.address import check_address, given_root
 from lmcache_core.protocol.codec import join_keys, pack_u64
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
 
-_Reply = TypeVar("_Reply", bound=msgspec.Struct)
+_Reply = TypeVar("_Reply")
 
 
 class Client:
@@ -93,6 +93,7 @@ class Client:
         use_index: bool = True,
         verify: str = "never",
         server_uid: int | None = None,
+        chunk_tokens: int | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         wait_s: float = LINK_WAIT_PAUSE_S,
@@ -107,18 +108,20 @@ class Client:
         fewer. `use_index=False` asks the server for every hit; by default hits are found in the pool without a call,
         even after the server has died. `verify`: the default of `retrieve`. `server_uid`: the user that the server runs
         as, if neither ours nor root (None: `LMCACHE_CORE_SERVER_UID`, if set). Nothing is sent to a server of any other
-        user, or through a directory that others may write to.
+        user, or through a directory that others may write to. `chunk_tokens`: how many tokens make one of this client's
+        keys. The server cannot know it: it counts the tokens of hits only of clients that declare it. `explain` derives
+        keys with it, too.
 
         `call_timeout_s`: how long a call waits for its answer. After a timeout the server counts as silent: further
-        calls end at once until it is heard again. `connect_timeout_s`: how long the first call, and later questions,
+        calls end at once until it answers again. `connect_timeout_s`: how long the first call, and later questions,
         wait for a server that is there but has not answered yet. Other calls that find no link wait 20 ms for one, and
         no two of these waits begin within `wait_s`.
 
-        `trace`: lookups and stores that reach the server belong to OpenTelemetry's current trace in the calling thread
-        (if its API is installed), unless they are given a `traceparent`, the text of W3C Trace Context. Nothing of it
-        is sent to servers that do not export traces.
+        `trace`: lookups and stores that reach the server belong to the trace that is current in the calling thread, as
+        `lmcache-otel` or another package knows it (without one: `UsageError`), unless they are given a `traceparent`,
+        the text of W3C Trace Context. Nothing of it is sent to servers that do not trace.
         """
-        root = Path(runtime_dir) if runtime_dir is not None else None
+        root = given_root(runtime_dir)
         target = Target(
             name,
             root,
@@ -128,10 +131,11 @@ class Client:
             maps_pool,
             use_index=use_index,
             server_uid=server_uid,
+            chunk_tokens=chunk_tokens,
             call_timeout_s=call_timeout_s,
             connect_timeout_s=connect_timeout_s,
             wait_s=wait_s,
-            trace=trace,
+            trace=trace_context() if trace else None,
         )
         return cls(target, copy_threads, verify)
 
@@ -147,12 +151,31 @@ class Client:
         link = self.links.look()
         return link is not None and link.wants_blocks and not link.channel.lost
 
+    @property
+    def published(self) -> int | None:
+        """A number that changes whenever the server has published objects in the pool's index, for `wait_published`.
+        None without a mapped pool or the C extension. Makes no call."""
+        link = self.links.look()
+        segment = None if link is None or link.index is None else link.segment
+        return None if segment is None else segment.published
+
+    def wait_published(self, seen: int, timeout_s: float) -> bool:
+        """Wait until anybody's objects are published, at most that long: until `published` is no longer `seen`. Read
+        that before you look for what you wait for, so that nothing is missed in between. Makes no call: the server
+        wakes its workers through the pool. Returns whether it has changed; False at once without a mapped pool or the C
+        extension. Without a change it may return early."""
+        if not 0 <= timeout_s < 1e9:
+            raise UsageError(f"timeout_s is {timeout_s}: give seconds from 0 to 1e9")
+        link = self.links.look()
+        segment = None if link is None or link.index is None else link.segment
+        return segment is not None and segment.wait_published(seen, timeout_s) != seen
+
     # --- whole operations ---------------------------------------------------------------------------------
 
     def register_layout(self, namespace: Namespace) -> bool:
         """Register a namespace and its layout now rather than on first use.
 
-        Returns whether a server was told; if none was, it will be told once it is there. Raises `UsageError` if no
+        Returns whether a server got it; if none did, it is sent once one is there. Raises `UsageError` if no
         object of that layout fits into the pool (each store would answer `TOO_LARGE`).
         """
 
@@ -161,7 +184,7 @@ class Client:
             return link
 
         try:
-            link = self.links.asked(register, patient=True)
+            link = self.links.call(register, patient=True)
         except DisconnectedError:
             return False
         layout, pool_bytes = namespace.layout, link.pool.data_bytes
@@ -187,21 +210,15 @@ class Client:
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
-        keys = checked_keys(keys)
-        layout = namespace.layout
-        found = spans(sources, len(keys), layout, writable=False)
+        keys = list(checked_keys(keys))  # ours: each key stays with its object
+        found = spans(sources, len(keys), namespace.layout, writable=False)
         if blocks is not None:
             self.report_block_allocation(keys, blocks, namespace=namespace)
-        with WriteLease(self.links, namespace, Presence()) as lease:
-            lease.traceparent = check_traceparent(traceparent)
+        trace, threads = check_traceparent(traceparent), self._copy_threads
+        with WriteLease(self.links, namespace, Presence(), threads=threads, traceparent=trace) as lease:
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
-                if lease.granted:
-                    mapping, slots = lease.slots(first)
-                    checksums = copy_in(
-                        mapping.address, slots, found, layout, threads=self._copy_threads, checksums=True
-                    )
-                    lease.settle_quietly(m.CommitStore, first, checksums)
+                lease.fill(first, found)
             return StoreResult(lease.statuses)
 
     def retrieve(
@@ -223,10 +240,10 @@ class Client:
         `verify`: compare the bytes with the checksum of the store: "never", "first" (each object once in this process;
         without the index: always) or "always". A damaged object is a miss, and the server drops it.
         """
-        keys = checked_keys(keys)
+        keys = list(checked_keys(keys))  # ours: each key stays with its object
         found = spans(into, len(keys), namespace.layout, writable=True)
         level = self._verify if verify is None else verify_level(verify)
-        return self._retriever.retrieve(keys, found, namespace, prefix, promise, level)
+        return self._retriever.retrieve(ReadRequest(keys, found, namespace, prefix, promise, level))
 
     # --- an engine's pages --------------------------------------------------------------------------------
 
@@ -372,15 +389,63 @@ class Client:
         splits it by group. The other options are those of `lookup`.
         """
         options = ClientLookupOptions(
-            hold=bool(hold),
-            wait_s=wait_s,
-            tiers=tiers,
-            deadline_s=deadline_s,
-            policy=policy,
-            if_possible=hold == "if_possible",
-            traceparent=check_traceparent(traceparent) if traceparent else "",
-        )
+            bool(hold), True, wait_s, tiers, 0, deadline_s, 0.0, policy, False, False, hold == "if_possible",
+            check_traceparent(traceparent),
+        )  # fmt: skip
         return self._common.lookup(groups, unit_tokens, options, ask)
+
+    def lookup_many_nowait(
+        self,
+        groups: Sequence[KeyGroup | tuple[Any, ...]],
+        *,
+        unit_tokens: int | Sequence[int],
+        hold: bool | Literal["if_possible"] = False,
+        wait_s: float = 30.0,
+        tiers: Sequence[str] | None = None,
+        deadline_s: float = 0.0,
+        policy: str = "",
+        traceparent: str = "",
+    ) -> CommonHandle:
+        """Like `lookup_many`, for callers that must not block. The server is asked for all groups at once. `hold`:
+        everything is asked for and held by the same calls, so that nothing leaves in between. That is more than what is
+        to be loaded; freeing the promise of the result frees it all. Apart from its `wait`, neither this method nor the
+        handle ever waits for the server."""
+        options = ClientLookupOptions(
+            bool(hold), True, wait_s, tiers, 0, deadline_s, 0.0, policy, False, False, hold == "if_possible",
+            check_traceparent(traceparent),
+        )  # fmt: skip
+        return self._common.start(groups, unit_tokens, options)
+
+    def count_prompt(self, tokens: int, hit_tokens: int, *, from_tiers: int = 0, not_asked: Sequence[int] = ()) -> None:
+        """Count a prompt that `lookup_many` was asked for, so that the server's figures have what this client found,
+        whoever answered: `hit_tokens` of `tokens`, and how many of these tiers had to load.
+
+        Call it once for each prompt, when it is known what its caller uses; `lookup_many` itself counts no tokens, and
+        with `ask=False` nothing at all. `not_asked`: if the server was not asked, and so has counted no key, the
+        `unit_tokens` of each group. The prompt counts in every namespace of this client, and no key of it may stand for
+        declared `chunk_tokens`, which would count again. Makes no call, and does nothing without a mapped pool or the C
+        extension.
+        """
+        for number in (tokens, hit_tokens, from_tiers):
+            if type(number) is not int or not 0 <= number <= tokens:
+                raise UsageError(f"{hit_tokens!r} of {tokens!r} tokens, {from_tiers!r} from tiers: give counts")
+        if self.links.target.chunk_tokens is not None:
+            raise UsageError("this client has declared chunk_tokens, by which its lookups are counted already")
+        for unit in not_asked:
+            if type(unit) is not int or unit < 1:
+                raise UsageError(f"not_asked is {not_asked!r}: give the tokens of a key, 1 or more, for each group")
+        hits = sum(hit_tokens // unit for unit in not_asked)
+        self._hits.count(
+            {
+                Tally.PROMPTS: 1,
+                Tally.PROMPT_TOKENS: tokens,
+                Tally.TIER_HIT_TOKENS: min(from_tiers, hit_tokens),
+                Tally.INDEX_HIT_TOKENS if not_asked else Tally.L1_HIT_TOKENS: max(0, hit_tokens - from_tiers),
+                Tally.LOOKUPS: bool(not_asked),
+                Tally.LOOKUP_HITS: hits,
+                Tally.LOOKUP_MISSES: sum(tokens // unit for unit in not_asked) - hits,
+            }
+        )
 
     # --- the two phases -----------------------------------------------------------------------------------
 
@@ -388,12 +453,12 @@ class Client:
         """Get slots to write these keys into, for those that are granted. Commit or abort the lease. `traceparent`: the
         trace that this belongs to; see `connect`."""
         keys = checked_keys(keys)
-        lease = WriteLease(self.links, namespace, threads=self._copy_threads)
+        trace = check_traceparent(traceparent)
+        lease = WriteLease(self.links, namespace, threads=self._copy_threads, traceparent=trace)
         try:
-            lease.traceparent = check_traceparent(traceparent)
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
-        except BaseException:
+        except BaseException:  # not `on_failure`: an interrupt between two of its own lines would lose the lease
             lease.close()
             raise
         return lease
@@ -427,7 +492,7 @@ class Client:
                 lease.drop_damaged(first)
                 if prefix and lease.hits < len(lease.statuses):
                     break
-        except BaseException:
+        except BaseException:  # as in `prepare_store`
             lease.close()
             raise
         if len(lease.statuses) < len(keys):
@@ -436,7 +501,7 @@ class Client:
 
     def free_lookup_locks(self, promise: Promise | Sequence[int] | None) -> int:
         """Give back an unredeemed promise of this client, including all slices of it, or promises by the server's ids.
-        Returns how many of the ids still held something. Without a server returns 0; the server is told once there is
+        Returns how many of the ids still held something. Without a server returns 0; it is sent once there is
         one."""
         if promise is None:
             return 0
@@ -444,7 +509,7 @@ class Client:
         if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
             raise UsageError(f"{promise!r} is neither a promise nor a list of promise ids: pass one promise per call")
         try:
-            return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
+            return expect(self._ask(m.FreeLookupLocks(0, numbers)), m.Done).count
         except (DisconnectedError, LimitError):
             self.links.free_later(numbers)
             return 0
@@ -459,7 +524,7 @@ class Client:
         that got a promise can renew it."""
         ttl_s = math.inf
         for number in promise.numbers:
-            reply = self._ask(partial(_renewal, number))
+            reply = self._ask(m.RenewLease(0, number))
             ttl_s = min(ttl_s, expect(reply, m.Renewed).ttl_s)
         return promise if ttl_s == math.inf else replace(promise, expires_at=time.monotonic() + ttl_s)
 
@@ -487,15 +552,13 @@ class Client:
         """Clear a namespace (None: everything), as a fence; with `tiers`, on the tiers, too. Only the server's own user
         and root may clear everything: `UsageError` for others."""
         if namespace is None:
-            return expect(self._ask(lambda rid: m.Clear(rid, None, tiers)), m.ClearedReply)
+            return expect(self._ask(m.Clear(0, None, tiers)), m.ClearedReply)
         # Registered first: only the server's own user may clear a namespace that it has not registered.
-        chosen = namespace.id
-        make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
-        return expect(self.links.asked(make, patient=True), m.ClearedReply)
+        return expect(self.links.call_in(namespace, m.Clear(0, namespace.id, tiers)), m.ClearedReply)
 
     def clear_by_id(self, namespace_id: int | None, *, tiers: bool = False) -> m.ClearedReply:
         """The same for the server's own user, who may name a namespace by its id."""
-        return expect(self._ask(lambda rid: m.Clear(rid, namespace_id, tiers)), m.ClearedReply)
+        return expect(self._ask(m.Clear(0, namespace_id, tiers)), m.ClearedReply)
 
     def drop(
         self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int], tiers: bool = True
@@ -503,7 +566,7 @@ class Client:
         """Stop serving these objects, because they are wrong or no longer wanted. Returns how many were in the pool.
 
         `incarnations`: which ones, from the result of a retrieve, or of a lookup with `identify`; positions with 0 are
-        left alone. An object stored later under the same key stays. With `tiers` the objects with these keys are
+        skipped. An object stored later under the same key stays. With `tiers` the objects with these keys are
         deleted from the tiers, too, in the background; tiers do not know incarnations. A tier whose medium allows no
         deletes keeps them, and the next lookup may load them again: only `clear` helps there. Raises `UsageError` for a
         namespace that this client has not registered, and `DisconnectedError`.
@@ -531,25 +594,36 @@ class Client:
             page = chosen[first : first + BATCH_KEYS_MAX]
             blob = join_keys([keys[at] for at in page])
             numbers = pack_u64(array("Q", [incarnations[at] for at in page]))
-
-            def make(rid: int, blob: bytes = blob, numbers: bytes = numbers) -> m.Message:
-                return m.Drop(rid, namespace.id, blob, numbers, tiers, damaged)
-
-            reply = self.links.asked(partial(_ask_in, namespace, make), patient=True)
-            dropped += expect(reply, m.Done).count
+            request = m.Drop(0, namespace.id, blob, numbers, tiers, damaged)
+            dropped += expect(self.links.call_in(namespace, request), m.Done).count
         return dropped
 
     def explain(
-        self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None
+        self,
+        keys: Sequence[bytes] | None = None,
+        *,
+        namespace: Namespace,
+        tokens: Tokens | None = None,
+        chunk_tokens: int | None = None,
     ) -> list[KeyExplanation]:
         """Where keys are, or why they are missing: in the pool, and on every tier, each of which is asked.
 
-        Give `keys`, or `tokens`, from which keys are derived with the server's chunk size. If this client has not used
-        the namespace yet, it is registered first.
+        Give `keys`, or `tokens`, from which keys are derived in chunks of `chunk_tokens` (None: those that this client
+        declared in `connect`, else the server's setting). If this client has not used the namespace yet, it is
+        registered first.
         """
         if (keys is None) == (tokens is None):
             raise UsageError("explain takes either keys or tokens, and exactly one of them")
-        return self.links.asked(lambda link: _explain(link, keys, namespace, tokens), patient=True)
+        size = self.links.target.chunk_tokens if chunk_tokens is None else chunk_tokens
+
+        def explain(link: Link) -> list[KeyExplanation]:
+            chosen = keys
+            if tokens is not None:
+                chosen = chunk_keys(tokens, namespace, link.chunk_tokens if size is None else size)
+            assert chosen is not None
+            return link.in_namespace(namespace, explain_pages, link, checked_keys(chosen), namespace.id)
+
+        return self.links.call(explain, patient=True)
 
     def wait_stored(self, keys: Sequence[bytes], *, namespace: Namespace, timeout_s: float = 30.0) -> list[StoredKey]:
         """Wait until the tiers have these keys or never will. Returns one `StoredKey` for each key, in order.
@@ -572,31 +646,41 @@ class Client:
             link.bind_id(namespace_id, layout)
             return explain_pages(link, keys, namespace_id)
 
-        return self.links.asked(explain, patient=True)
+        return self.links.call(explain, patient=True)
 
     def pin(self, keys: Sequence[bytes], *, namespace: Namespace, ttl_s: float = PIN_TTL_S) -> list[Status]:
         """Keep objects from being evicted for `ttl_s`. Pins belong to the server and outlive this client."""
-        return self._pages(keys, namespace, lambda blob, rid: m.Pin(rid, namespace.id, blob, ttl_s))
+        return self._pages(keys, namespace, lambda blob: m.Pin(0, namespace.id, blob, ttl_s))
 
     def pin_by_id(
         self, namespace_id: int, layout: Layout, keys: Sequence[bytes], *, ttl_s: float = PIN_TTL_S
     ) -> list[Status]:
         """The same for tools that know only an id and a layout; at most one frame of keys."""
         blob = join_keys(checked_keys(keys))
+        reply = self._by_id(namespace_id, layout, m.Pin(0, namespace_id, blob, ttl_s))
+        return grant_statuses(expect(reply, m.PinnedReply).statuses, len(keys))
 
-        def pin(link: Link) -> m.Reply:
+    def drop_by_id(self, namespace_id: int, layout: Layout, incarnations: Mapping[bytes, int]) -> int:
+        """`drop`, from the pool only, for tools that know only an id and a layout; at most one frame of keys. Returns
+        how many were in the pool."""
+        blob, numbers = join_keys(checked_keys(list(incarnations))), pack_u64(array("Q", incarnations.values()))
+        reply = self._by_id(namespace_id, layout, m.Drop(0, namespace_id, blob, numbers, tiers=False))
+        return expect(reply, m.Done).count
+
+    def _by_id(self, namespace_id: int, layout: Layout, request: m.Message) -> m.Reply:
+        def ask(link: Link) -> m.Reply:
             link.bind_id(namespace_id, layout)
-            return link.channel.call(lambda rid: m.Pin(rid, namespace_id, blob, ttl_s))
+            return link.channel.call(request)
 
-        return grant_statuses(expect(self.links.asked(pin, patient=True), m.PinnedReply).statuses)
+        return self.links.call(ask, patient=True)
 
     def config(self) -> dict[str, Any]:
         """The server's settings, secrets hidden. For the server's own user; raises `UsageError` for others."""
-        return expect(self._ask(m.ConfigRequest), m.StatusReply).status
+        return expect(self._ask(m.ConfigRequest(0)), m.StatusReply).status
 
     def unpin(self, keys: Sequence[bytes], *, namespace: Namespace) -> list[Status]:
         """End pins before they expire."""
-        return self._pages(keys, namespace, lambda blob, rid: m.Unpin(rid, namespace.id, blob))
+        return self._pages(keys, namespace, lambda blob: m.Unpin(0, namespace.id, blob))
 
     def query_prefetch_status(self, job: int) -> m.LookupReply:
         """Progress of the loads of a lookup; `done` when they have ended. For a lookup with `hold` that found nothing
@@ -605,23 +689,23 @@ class Client:
 
     def query_lookup_hits(self, job: int) -> m.LookupReply:
         """What will be a hit. Available as soon as the tiers have answered, before the loads end."""
-        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.LookupReply))
+        return self._lookups.whole(expect(self._ask(m.QueryLookupHits(0, job)), m.LookupReply))
 
     def lease_status(self, lease_id: int) -> m.LeaseState:
         """What the server knows of a lease of this client."""
-        return expect(self._ask(lambda rid: m.LeaseStatusOf(rid, lease_id)), m.LeaseState)
+        return expect(self._ask(m.LeaseStatusOf(0, lease_id)), m.LeaseState)
 
     def get_chunk_size(self) -> int:
         """The server's chunk size, in tokens."""
-        return expect(self._ask(m.GetChunkSize), m.ChunkSize).tokens
+        return expect(self._ask(m.GetChunkSize(0)), m.ChunkSize).tokens
 
     def status(self) -> dict[str, Any]:
         """The server's status, as a nested dict."""
-        return expect(self._ask(m.StatusRequest), m.StatusReply).status
+        return expect(self._ask(m.StatusRequest(0)), m.StatusReply).status
 
     def tiers_list(self) -> list[dict[str, Any]]:
         """The tiers in order, with their status and their settings; secrets are hidden."""
-        return expect(self._ask(m.Tiers), m.TiersReply).tiers
+        return expect(self._ask(m.Tiers(0)), m.TiersReply).tiers
 
     def tiers_add(self, tier: str, settings: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Add a tier as the last in the order. `settings`: its table, as in the file; `texts`: settings as in flags, by
@@ -647,7 +731,7 @@ class Client:
         settings: Mapping[str, Any] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> None:
-        self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
+        self._ask(m.ChangeTier(0, action, tier, dict(settings or {}), dict(texts or {})))
 
     def report_block_allocation(self, keys: Sequence[bytes], blocks: EngineBlocks, *, namespace: Namespace) -> int:
         """Report which of an engine's blocks these keys hold, in prefix order, so that routers that listen to the
@@ -658,23 +742,11 @@ class Client:
         Raises `UsageError` if `blocks` does not have the same number of hashes for each key.
         """
         keys = checked_keys(keys)
-        told = 0
+        counted = 0
         for first, part in blocks.pages(len(keys)):
-            make = partial(part.message, namespace_id=namespace.id, keys=join_keys(keys[first : first + part.keys]))
-            asked = self.links.asked(partial(_ask_in, namespace, make), patient=True)
-            told += expect(asked, m.Done).count
-        return told
-
-    def record_start(self, directory: str | Path, **settings: Any) -> None:
-        """Make the server record its requests into a directory on its machine that has no recording yet. `settings`: as
-        in the table [record]. Until the recording ends, hits cost a call. Raises `UsageError` with the server's
-        message."""
-        where = str(Path(directory).absolute())
-        self._ask(lambda rid: m.ChangeRecording(rid, where, settings))
-
-    def record_stop(self) -> None:
-        """End the recording; when this returns, all of it is written. Raises `UsageError` if there is none."""
-        self._ask(lambda rid: m.ChangeRecording(rid, None))
+            request = part.message(namespace.id, join_keys(keys[first : first + part.keys]))
+            counted += expect(self.links.call_in(namespace, request), m.Done).count
+        return counted
 
     def quotas(self) -> list[dict[str, Any]]:
         """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`, each with `used_bytes`,
@@ -682,7 +754,7 @@ class Client:
         found: list[dict[str, Any]] = []
         while True:
             first = len(found)
-            reply = expect(self._ask(lambda rid: m.QuotasRequest(rid, first)), m.QuotasReply)  # noqa: B023 - at once
+            reply = expect(self._ask(m.QuotasRequest(0, first)), m.QuotasReply)
             found += reply.tenants
             if not reply.more:
                 return found
@@ -696,13 +768,13 @@ class Client:
         """Set or change a tenant's quotas. `stores`: `reserved_bytes` and `limit_bytes`, by `l1` or a tier's name;
         stores that are not named stay as they are, and so do `namespaces` if None. When this returns, the change is
         saved; it is carried out in steps. Raises `UsageError` or `SettingsError` with the server's message."""
-        told = {store: dict(figures) for store, figures in stores.items()}
+        by_store = {store: dict(figures) for store, figures in stores.items()}
         ids = None if namespaces is None else list(namespaces)
-        self._ask(lambda rid: m.SetQuota(rid, tenant, ids, told))
+        self._ask(m.SetQuota(0, tenant, ids, by_store))
 
     def quota_remove(self, tenant: str) -> None:
         """Remove a tenant's quotas; its objects stay. Raises `UsageError` for an unknown tenant."""
-        self._ask(lambda rid: m.RemoveQuota(rid, tenant))
+        self._ask(m.RemoveQuota(0, tenant))
 
     def companions(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What the server's companions offer to workers, by name, from the server's welcome. None if no server has
@@ -713,60 +785,65 @@ class Client:
     def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
         """Call an operation of a companion, as its package documents it. Raises `UsageError` if there is no such
         companion or operation, and for everybody except the server's own user over the lifeline."""
-        return expect(self._ask(lambda rid: m.Operate(rid, companion, operation, arguments)), m.Operated).result
+        return expect(self._ask(m.Operate(0, companion, operation, arguments)), m.Operated).result
 
-    def call_operation(self, operation: str, request: msgspec.Struct, reply: type[_Reply]) -> _Reply:
+    def call_operation(
+        self, operation: str, request: msgspec.Struct | Mapping[str, Any], reply: type[_Reply]
+    ) -> _Reply:
         """Call an operation that a plugin added to the server, with its own request and reply types. Raises
         `UsageError` if there is no such operation, for a request that it does not understand, and for everybody except
         the server's own user over the lifeline."""
-        body = msgspec.msgpack.encode(request)
-        answer = expect(self._ask(lambda rid: m.CallOperation(rid, operation, body)), m.OperationReply)
+        try:
+            body = msgspec.msgpack.encode(request)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"this request of {operation} cannot be sent: {error}") from error
+        answer = expect(self._ask(m.CallOperation(0, operation, body)), m.OperationReply)
         try:
             return msgspec.msgpack.decode(answer.body, type=reply)
         except msgspec.MsgspecError as error:
-            raise UsageError(f"the reply of {operation} is not a {reply.__name__}: {error}") from error
+            kind = getattr(reply, "__name__", reply)
+            raise UsageError(f"the reply of {operation} is not a {kind}: {error}") from error
 
     def warm(
-        self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str], wait_s: float
+        self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str] | None, wait_s: float
     ) -> int:
-        """Load objects into the pool and keep them, ahead of requests, which have priority. Returns how many of the
-        keys are in the pool now.
+        """Load objects into the pool and keep them, ahead of requests, which have priority. `tiers`: from where (None:
+        any). Returns how many of the keys are in the pool now.
 
         For tools that found the keys on a tier and know only an id and a layout. At most one frame of keys.
         """
         keys = checked_keys(keys)
         blob = join_keys(keys)
-        options = m.LookupOptions(prefix=False, wait_s=wait_s, tiers=list(tiers), policy="retain", warm_up=True)
+        named = None if tiers is None else list(tiers)
+        options = m.LookupOptions(prefix=False, wait_s=wait_s, tiers=named, policy="retain", warm_up=True)
 
         def warm(link: Link) -> m.Reply:
             link.bind_id(namespace_id, layout)
-            return link.channel.call(lambda rid: m.LookupRequest(rid, namespace_id, blob, options), wait_s)
+            return link.channel.call(m.LookupRequest(0, namespace_id, blob, options), wait_s)
 
-        return expect(self.links.asked(warm, patient=True), m.LookupReply).hits
+        return expect(self.links.call(warm, patient=True), m.LookupReply).hits
 
     def ping(self, payload: bytes = b"") -> bytes:
         """A round trip with a payload."""
-        return expect(self._ask(lambda rid: m.Ping(rid, payload)), m.Pong).payload
+        return expect(self._ask(m.Ping(0, payload)), m.Pong).payload
 
     def noop(self) -> None:
         """A round trip without a payload."""
-        self._ask(m.Noop)
+        self._ask(m.Noop(0))
 
-    def _ask(self, make: Callable[[int], m.Message]) -> m.Reply:
+    def _ask(self, request: m.Message) -> m.Reply:
         try:
-            return self.links.current(patient=True).channel.call(make)
-        except ForgottenError:  # see `Links.asked`, which would cost each call 0.2 µs
-            return self.links.current(patient=True).channel.call(make)
+            return self.links.current(patient=True).channel.call(request)
+        except ForgottenError:  # see `Links.call`, which would cost each call 0.2 µs
+            return self.links.current(patient=True).channel.call(request)
 
-    def _pages(
-        self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[bytes, int], m.Message]
-    ) -> list[Status]:
+    def _pages(self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[bytes], m.Message]) -> list[Status]:
         keys = checked_keys(keys)
         statuses: list[Status] = []
         for first in range(0, len(keys), BATCH_KEYS_MAX):
-            blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
-            reply = self.links.asked(partial(_ask_in, namespace, partial(make, blob)), patient=True)
-            statuses += grant_statuses(expect(reply, m.PinnedReply).statuses)
+            page = keys[first : first + BATCH_KEYS_MAX]
+            reply = self.links.call_in(namespace, make(join_keys(page)))
+            statuses += grant_statuses(expect(reply, m.PinnedReply).statuses, len(page))
         return statuses
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -796,30 +873,6 @@ class Client:
                 source=self,
                 stacklevel=2,
             )
-
-
-def _renewal(number: int, rid: int) -> m.Message:
-    return m.RenewLease(rid, number)
-
-
-def _ask_in(namespace: Namespace, make: Callable[[int], m.Message], link: Link) -> m.Reply:
-    return link.ask(namespace, make)
-
-
-def _explain(
-    link: Link, keys: Sequence[bytes] | None, namespace: Namespace, tokens: Tokens | None
-) -> list[KeyExplanation]:
-    if tokens is not None:
-        keys = chunk_keys(tokens, namespace, link.chunk_tokens)
-    assert keys is not None
-    keys = checked_keys(keys)
-    link.bind(namespace)
-    try:
-        return explain_pages(link, keys, namespace.id)
-    except UnknownNamespaceError:
-        link.remove_binding(namespace)
-        link.bind(namespace)
-        return explain_pages(link, keys, namespace.id)
 
 
 def _caller() -> str:

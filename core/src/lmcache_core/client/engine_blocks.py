@@ -49,11 +49,11 @@ class _ReportPage(NamedTuple):
     keys: int
     hashes_per_key: int
 
-    def message(self, rid: int, namespace_id: int, keys: bytes) -> m.ReportBlocks:
+    def message(self, namespace_id: int, keys: bytes) -> m.ReportBlocks:
         blocks, first, end = self.blocks, self.first, self.first + self.keys * self.hashes_per_key
         size = blocks.block_size
         return m.ReportBlocks(
-            rid,
+            0,
             namespace_id,
             keys,
             list(blocks.hashes[first:end]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,11 @@ class Promise:
             return self.ids[: len(keys)]
         by_key = dict(zip(self.keys, self.ids, strict=True))
         return [by_key.get(bytes(key), 0) for key in keys]
+
+    @staticmethod
+    def none(count: int) -> Promise:
+        """That so many keys are not held, so that the promises around it can be separated again."""
+        return Promise((0,) * count, (b"",) * count, math.inf)
 
     @staticmethod
     def joined(parts: Sequence[Promise]) -> Promise | None:

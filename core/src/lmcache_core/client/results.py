@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
 from lmcache_core.client.promises import Promise
 from lmcache_core.errors import (
     CacheError,
-    ClearedError,
     DisconnectedError,
     LeaseExpiredError,
     LimitError,
     NotAttachedError,
+    ProtocolError,
     SettingsError,
     UsageError,
 )
@@ -62,20 +63,29 @@ FROM_SETTLED = {
     Settled.FINISHED: Status.HIT,
     Settled.CLEARED: Status.CLEARED,
 }
-_MISUSE = (UsageError, NotAttachedError, SettingsError, LeaseExpiredError, ClearedError)
+_MISUSE = (UsageError, NotAttachedError, SettingsError, LeaseExpiredError)
 _SETTLED = [FROM_SETTLED.get(outcome, Status.EXPIRED) for outcome in sorted(Settled)]
 _GRANTS = [FROM_GRANT[grant] for grant in sorted(Grant)]
 _REASONS = sorted(Reason)
+_T = TypeVar("_T")
+_ZERO = array("Q", [0])
 
 
-def grant_statuses(blob: bytes) -> list[Status]:
-    """The statuses of a reply to prepare_*."""
-    return [_GRANTS[byte] for byte in blob]
+def grant_statuses(blob: bytes, count: int) -> list[Status]:
+    """The statuses of a reply to prepare_*, one for each of `count` keys. Raises `ProtocolError` for anything else, as
+    all readers of replies here do."""
+    return _named_by(_GRANTS, blob, count)
 
 
-def settled_statuses(blob: bytes) -> list[Status]:
+def settled_statuses(blob: bytes, count: int) -> list[Status]:
     """The statuses of a reply to commit, abort or finish."""
-    return [_SETTLED[byte] for byte in blob]
+    return _named_by(_SETTLED, blob, count)
+
+
+def _named_by(names: Sequence[_T], blob: bytes, count: int) -> list[_T]:
+    if len(blob) != count or max(blob, default=0) >= len(names):
+        raise ProtocolError(f"the server has answered {count} keys with {len(blob)} bytes: {blob[:16]!r}…")
+    return list(map(names.__getitem__, blob))
 
 
 def refused(error: CacheError) -> tuple[Status, Reason]:
@@ -90,12 +100,14 @@ def refused(error: CacheError) -> tuple[Status, Reason]:
 
 def numbers_of(blob: bytes, count: int) -> array[int]:
     """The u64 values of a reply, 0 if it has none."""
-    return unpack_u64(blob) if blob else array("Q", bytes(8 * count))
+    if blob and len(blob) != 8 * count:
+        raise ProtocolError(f"the server has answered {count} keys with {len(blob)} bytes of numbers")
+    return unpack_u64(blob) if blob else _ZERO * count
 
 
 def miss_reasons(blob: bytes, count: int) -> list[Reason]:
     """The reasons in a reply; an empty blob means that nothing missed."""
-    return [_REASONS[byte] for byte in blob] if blob else [Reason.NONE] * count
+    return _named_by(_REASONS, blob, count) if blob else [Reason.NONE] * count
 
 
 class StoreResult(msgspec.Struct, frozen=True):

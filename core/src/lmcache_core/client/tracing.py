@@ -1,6 +1,9 @@
-"""The trace that a call belongs to: given by the caller, or OpenTelemetry's current one."""
+"""The trace that a call belongs to: given by the caller, or the current one of its thread."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 from msgspec import structs
 
@@ -22,16 +25,18 @@ def check_traceparent(given: object) -> str:
     return given if given and parse_traceparent(given) is not None else ""
 
 
-def current_traceparent() -> str:
-    """Of OpenTelemetry's current span in this thread; empty without one, or without its API."""
-    try:
-        from opentelemetry import trace
-    except ImportError:
-        return ""
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+@cache
+def trace_context() -> Callable[[], str]:
+    """What finds the trace of the calling thread, by a plugin. Raises `UsageError` if none has one."""
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.plugins.suggest import install_command
+
+    found = load_plugins().hook.lmcache_trace_context()
+    if not found:
+        needed = "trace=True needs a package that knows the current trace"
+        raise UsageError(needed, cure=install_command("lmcache-otel"))
+    context: Callable[[], str] = found[0]
+    return context
 
 
 def with_trace(request: m.Message, traceparent: str) -> m.Message:

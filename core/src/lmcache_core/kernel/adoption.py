@@ -10,7 +10,7 @@ key of None means that the object was damaged since the check: only its slot can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_core.kernel.allocator import Slab
@@ -225,7 +225,7 @@ class Untouched:
         for slab in pool.slabs():
             residents.allocator.adopt(*slab)
         residents.count(State.READY, pool.objects, pool.nbytes)
-        self._unmade_bytes = pool.nbytes
+        self.unmade_bytes = pool.nbytes
         self._policy = AdoptingPolicy(residents.policy, self._make_more, residents.charge)
         residents.policy = self._policy
         residents.untouched = self
@@ -238,7 +238,7 @@ class Untouched:
     @property
     def ungiven_bytes(self) -> int:
         """Bytes of ready objects that the policy does not have yet."""
-        return self._unmade_bytes + self._policy.warm_bytes
+        return self.unmade_bytes + self._policy.warm_bytes
 
     def layout_of(self, namespace: int) -> int:
         """The layout of the namespace's pending objects; 0 if there are none."""
@@ -290,7 +290,7 @@ class Untouched:
             if generation >> COUNTER_BITS != self._epoch:  # not trusted if it claims to be of this server
                 item.generation = generation
             slab.unmade -= 1
-            self._unmade_bytes -= item.nbytes
+            self.unmade_bytes -= item.nbytes
             residents.objects_by_layout[layout_id] += 1
             if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
                 (gone if key is not None else lost).append(item)
@@ -398,11 +398,6 @@ class Adoption:
         """A clear of that scope began."""
         if self._residents.untouched is not None:
             self._residents.untouched.cleared(namespace, clearing)
-
-    @property
-    def former_rows(self) -> Set[int]:
-        """Rows of former workers that the kernel still waits for."""
-        return frozenset() if self._former is None else self._former.rows
 
     def former_gone(self, row: int) -> None:
         """The former worker of that row is dead, or has settled what it held: free its slots."""

@@ -120,6 +120,7 @@ class Allocator:
         self.data_offset = data_offset
         self.unit_bytes = unit_bytes
         self.populated_bytes = 0
+        self.stalled = False  # no more memory comes for now
         self.used_bytes = 0
         self.classes: dict[int, SizeClass] = {}
         self.emptying = SizeClass(PAGE_BYTES, unit_bytes)  # stands in for the class of slabs that are being emptied
@@ -136,6 +137,7 @@ class Allocator:
     def populate(self, nbytes_total: int) -> None:
         """The first `nbytes_total` bytes of the area may be used."""
         self.populated_bytes = max(self.populated_bytes, min(nbytes_total, self.pool_bytes))
+        self.stalled = False
         whole = self.populated_bytes == self.pool_bytes
         units = len(self._units) if whole else self.populated_bytes // self.unit_bytes
         for unit in range(self._populated_units, units):
@@ -145,8 +147,8 @@ class Allocator:
 
     @property
     def warming(self) -> bool:
-        """Whether more memory is still to be populated."""
-        return self.populated_bytes < self.pool_bytes
+        """Whether more memory is being populated: it is waited for, and nothing is evicted meanwhile."""
+        return self.populated_bytes < self.pool_bytes and not self.stalled
 
     @property
     def units_free(self) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lmcache_core.kernel.tenants import TenantUsage
 
+__all__ = ["Reason"]  # what callers see
+
 
 class Grant(IntEnum):
     """The status of one key in the answer to a prepare, a lookup or a pin."""
@@ -141,6 +143,7 @@ class HolderUsage:
     promised_bytes: int
     read_bytes: int
     pinned_bytes: int
+    written_bytes: int  # open to write; of a holder, with all its sessions
     quarantined_bytes: int
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from lmcache_core import limits
@@ -34,6 +35,7 @@ class KernelConfig:
     read_fraction_per_session_max: float = limits.READ_FRACTION_PER_SESSION_MAX
     pinned_fraction_per_holder_max: float = limits.PINNED_FRACTION_PER_HOLDER_MAX
     pinned_fraction_per_session_max: float = limits.PINNED_FRACTION_PER_SESSION_MAX
+    written_fraction_max: float = 1.0  # of one holder, while there are others; 1: all. Servers have less
     settled_leases_remembered: int = limits.SETTLED_LEASES_REMEMBERED
     keeps_dirty: bool = False  # refuse a store rather than evict what tiers do not have yet
     lost_keys_remembered: int = 32_768  # to explain misses: about 5 MB at most
@@ -43,6 +45,7 @@ class KernelConfig:
             "watermark", "evict_ratio", "quarantine_fraction_max", "quarantine_fraction_per_uid_max",
             "pinned_fraction_max", "promised_fraction_max", "promised_fraction_per_session_max", "read_fraction_max",
             "read_fraction_per_session_max", "pinned_fraction_per_holder_max", "pinned_fraction_per_session_max",
+            "written_fraction_max",
         ):  # fmt: skip
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)} and must be above 0 and at most 1")
@@ -63,7 +66,8 @@ class KernelConfig:
             self.pinned_fraction_per_session_max,
         )
         of_holder = (self.promised_fraction_max, self.read_fraction_max, self.pinned_fraction_per_holder_max)
-        return Caps(self._bytes(of_session), self._bytes(of_holder))
+        written = int(self.written_fraction_max * self.pool_bytes) if self.written_fraction_max < 1 else sys.maxsize
+        return Caps(self._bytes(of_session), self._bytes(of_holder), written)
 
     def _bytes(self, fractions: tuple[float, float, float]) -> tuple[int, int, int]:
         promised, read, pinned = (int(fraction * self.pool_bytes) for fraction in fractions)

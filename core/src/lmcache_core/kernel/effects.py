@@ -80,7 +80,7 @@ class RowLeft:
 
 @dataclass(slots=True)
 class PolicyFailed:
-    """The eviction policy raised in `method`. Nothing has to be done, but somebody should be told."""
+    """The eviction policy raised in `method`. Nothing has to be done, but it should be logged."""
 
     method: str
     error: BaseException

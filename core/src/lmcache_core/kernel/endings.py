@@ -93,8 +93,7 @@ class Endings:
         self._quarantine.move(lease, new)
         if lease.account is not None and not new.accounts[lease.account_sort].nbytes:
             new.accounts[lease.account_sort] = lease.account  # with everything charged to it
-        if old.leases.pop(lease_id, None) is not None:
-            new.leases[lease_id] = lease
+        self._leases.move(lease, new)
         if lease.kind is LeaseKind.WRITE:
             self._releases.moved(lease)
         return True

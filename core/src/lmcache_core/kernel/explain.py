@@ -30,7 +30,7 @@ def explain(residents: Residents, namespace: int, layout_id: int, keys: Sequence
     """`layout_id`: that of the namespace in the asking session. Objects of another layout are no hit."""
     table = residents.table.of(namespace)
     count = len(keys)
-    told = Explanation(
+    explanation = Explanation(
         bytearray(count),
         bytearray(count),
         array("d", bytes(8 * count)),
@@ -40,15 +40,15 @@ def explain(residents: Residents, namespace: int, layout_id: int, keys: Sequence
     for at, key in enumerate(keys):
         there = table.get(key)
         if there is None:
-            told.statuses[at] = Grant.MISS
+            explanation.statuses[at] = Grant.MISS
             loss = residents.lost(namespace, key)
-            told.reasons[at] = Reason.NEVER_STORED if loss is None else loss.reason
+            explanation.reasons[at] = Reason.NEVER_STORED if loss is None else loss.reason
             if loss is not None:
-                told.at_s[at], told.session_ids[at] = loss.at_s, loss.session_id
+                explanation.at_s[at], explanation.session_ids[at] = loss.at_s, loss.session_id
         elif there.state is State.LOADING:
-            told.statuses[at] = Grant.LOADING
+            explanation.statuses[at] = Grant.LOADING
         elif there.state is State.WRITING:
-            told.statuses[at], told.reasons[at] = Grant.MISS, Reason.BEING_WRITTEN
+            explanation.statuses[at], explanation.reasons[at] = Grant.MISS, Reason.BEING_WRITTEN
         elif there.layout_id != layout_id:
-            told.statuses[at], told.reasons[at] = Grant.MISS, Reason.OTHER_LAYOUT
-    return told
+            explanation.statuses[at], explanation.reasons[at] = Grant.MISS, Reason.OTHER_LAYOUT
+    return explanation

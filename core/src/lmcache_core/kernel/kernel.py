@@ -8,10 +8,10 @@ before it replies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import CacheError, InvariantError, UsageError
 from lmcache_core.kernel.adoption import Adoption
 from lmcache_core.kernel.allocator import Allocator, slab_bytes_for
 from lmcache_core.kernel.answers import ClearedCount, Grants, KernelLookup, KernelUsage, LeaseKind, LeaseStatus, Reason
@@ -25,18 +25,23 @@ from lmcache_core.kernel.explain import Explanation, explain
 from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
 from lmcache_core.kernel.leases import LeaseBook
 from lmcache_core.kernel.ledger import Ledger, Sort
+from lmcache_core.kernel.memory import Memory
 from lmcache_core.kernel.objects import Incarnation, Named, check_keys
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
+from lmcache_core.kernel.recount import recount
 from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.rooms import Preparation, Rooms
 from lmcache_core.kernel.sessions import SERVER_SESSION, SessionBook
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 from lmcache_core.kernel.tenants import Quota
+from lmcache_core.kernel.undo import Undo
 from lmcache_core.kernel.usage import usage_of
 from lmcache_core.kernel.writing import Writing, check_batch
+
+_ROOM = __file__.removesuffix("kernel.py")  # where the code of all tables is
 
 
 class Kernel:
@@ -64,13 +69,15 @@ class Kernel:
         unit_bytes = config.slab_bytes or slab_bytes_for(config.pool_bytes)
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
-        self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
-        self.effects = self._residents.effects  # the same list for ever, oldest effect first: every turn looks at it
+        self.undo = Undo()
+        self._residents = Residents(self._allocator, policy, config.lost_keys_remembered, self.undo)
+        self.effects = self._residents.effects  # the same list for good, oldest effect first: every turn looks at it
         self._residents.shield.yields = not config.keeps_dirty
         self._residents.tenancy.make = make_policy
-        self._leases = LeaseBook(epoch, config.settled_leases_remembered)
-        self._ledger = Ledger(config.caps)
-        self._sessions = SessionBook(self._ledger)
+        self._leases = LeaseBook(epoch, config.settled_leases_remembered, self.undo)
+        self.memory = Memory()  # of the whole process: the server's other parts charge theirs, too
+        self._ledger = Ledger(config.caps, self.memory)
+        self._sessions = SessionBook(self._ledger, self.memory)
         self._quarantine = Quarantine(
             int(config.quarantine_fraction_max * config.pool_bytes),
             int(config.quarantine_fraction_per_uid_max * config.pool_bytes),
@@ -117,6 +124,10 @@ class Kernel:
         """The first `nbytes_total` bytes of the slab area are now populated."""
         self._allocator.populate(nbytes_total)
 
+    def memory_stalled(self) -> None:
+        """No more memory comes for now: what there is must do, until the next `add_memory`."""
+        self._allocator.stalled = True
+
     def register_layout(self, layout_id: int, nbytes: int) -> None:
         """Objects of `layout_id` have `nbytes` bytes. Repeating it is fine; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
@@ -139,6 +150,15 @@ class Kernel:
         """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes. `holder`:
         the holder that the ledger counts its session with; by default its uid."""
         self._sessions.open(session_id, uid, row, holder or f"uid {uid}")
+
+    def charge_namespaces(self, session_id: int, count: int, label_chars: int = 0) -> None:
+        """The session uses so many namespaces more, with labels of so many characters; negative: fewer."""
+        self._sessions.charge_namespaces(session_id, count, label_chars)
+
+    @property
+    def kept_memory_bytes(self) -> int:
+        """Bytes of the process that are kept for everybody: what is charged, and the answers of settled leases."""
+        return sum(account.nbytes for account in self.memory.all) + self._leases.remembered_bytes
 
     def attach_session(self, session_id: int, row: int) -> None:
         """The session has proved that it maps the pool: it may now get slots."""
@@ -256,7 +276,7 @@ class Kernel:
         *,
         wait_s: float = 0.0,
     ) -> Preparation | None:
-        """Try again for the FULL keys of a page that nobody was told of yet; `grants` gets the new answers.
+        """Try again for the FULL keys of a page that is not answered yet; `grants` gets the new answers.
 
         If more must be evicted than one step may evict, and `wait_s` is given, the answer is a `Preparation` like that
         of `begin_store`; pass what it is granted to `take_more`. Raises `LeaseExpiredError` once the lease is gone; the
@@ -401,6 +421,18 @@ class Kernel:
         return self._residents.shield.uncover_some(objects_max)
 
     @property
+    def ready_objects(self) -> int:
+        """Number of ready objects, including adopted ones that are not made yet."""
+        return self._residents.objects_by_state[State.READY]
+
+    def walk(self) -> Iterator[Incarnation | None]:
+        """Each slot, in order, with the object that it serves; None for one that serves none, or only one reader."""
+        table = self._residents.table
+        for item in self._allocator.walk():
+            served = item is not None and item.state is State.READY and not item.temporary
+            yield item if item is not None and served and table.of(item.namespace).get(item.key) is item else None
+
+    @property
     def shielded(self) -> int:
         """Number of objects on their way to tiers."""
         return len(self._residents.shield)
@@ -482,7 +514,7 @@ class Kernel:
         return self._reading.promise_more(promise_id, namespace, keys, now, prefix)
 
     def take_promise_back(self, promise_id: int, now: float) -> None:
-        """End a promise that nobody was told of."""
+        """End a promise that was never answered."""
         self._expire_due(now)
         self._reading.take_promise_back(promise_id)
         self._releases.step()
@@ -574,8 +606,8 @@ class Kernel:
         self._drop([item for item in found if item.state is State.READY], reason)
 
     def _drop(self, ready: list[Incarnation], reason: Reason) -> None:
-        self._residents.remove(ready, reason)
         self._pins.remove(ready)
+        self._residents.remove(ready, reason)
 
     # --- the end of sessions --------------------------------------------------------------------------------
 
@@ -686,6 +718,8 @@ class Kernel:
         """Every call begins with this. `session_id`: the session to name for what this call pushes out."""
         if self.call_objects_max is not None:
             self._judge_call()
+        if not self.undo.in_request:
+            self.undo.forget()
         reasons = self._residents.reasons
         reasons.now, reasons.session_id = now, session_id
         leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
@@ -705,6 +739,17 @@ class Kernel:
         residents = self._residents
         touched, residents.touched, self._touched_before = residents.touched, 0, 0
         return touched
+
+    def put_right(self, error: BaseException) -> None:
+        """A call raised this, and what it had reserved has been taken back. If the error came out of the kernel itself,
+        its tables may disagree: count them anew."""
+        if not isinstance(error, CacheError) or isinstance(error, InvariantError):
+            trace = error.__traceback__
+            while trace is not None:
+                if trace.tb_frame.f_code.co_filename.startswith(_ROOM):
+                    recount(self)
+                    return
+                trace = trace.tb_next
 
     # --- telling --------------------------------------------------------------------------------------------
 

@@ -16,20 +16,46 @@ from lmcache_core.kernel.ledger import Account, Sort
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.sessions import KernelSession
 from lmcache_core.kernel.states import State
+from lmcache_core.kernel.undo import Undo
 
 COUNTER_BITS = 40  # a million leases a second for twelve days, below 24 bits of boot epoch
 STALE_DEADLINES_KEPT = 64  # a heap this small is not worth cleaning
 REMEMBERED_BYTES_MAX = 16 << 20  # answers of settled leases: one byte per position
 
 _OPEN, _NOT_HELD = int(Settled.OPEN), int(Settled.NOT_HELD)
+_NOT_HELD_BYTE = bytes((_NOT_HELD,))
+# Measured; `core/tests/protocol/test_memory_ledger.py` holds them.
+LEASE_BYTES = 550  # of an open lease, with its places in tables
+POSITION_BYTES = 9  # a reference and a byte
+SETTLED_BYTES = 430  # of a settled lease that is remembered, besides a byte for each position
 
 
 class KernelLease:
-    """A permission for a batch of slots: `entries[i]` is what position i holds, `answers[i]` its `Settled`."""
+    """A permission for a batch of slots: `entries[i]` is what position i holds, `answers[i]` its `Settled`.
+
+    Both end at the last page that granted something. The positions behind it hold nothing, and cost nothing.
+    """
 
     __slots__ = (
-        "account", "answers", "charged_bytes", "deadline", "entries", "expired", "id", "kind", "live", "namespace",
-        "overdue_to", "pending", "queued", "session", "ttl_s",
+        "_pending",
+        "account",
+        "answers",
+        "charged_bytes",
+        "deadline",
+        "entries",
+        "expired",
+        "id",
+        "kept_bytes",
+        "kind",
+        "live",
+        "namespace",
+        "overdue_to",
+        "positions",
+        "queued",
+        "session",
+        "slot_bytes",
+        "ttl_s",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +77,11 @@ class KernelLease:
         self.deadline = now + ttl_s
         self.entries: list[Incarnation | None] = []
         self.answers = bytearray()
-        self.pending = 0
+        self.positions = 0
+        self.kept_bytes = 0  # of the server's memory, charged to its session
+        self._pending = 0
+        self.slot_bytes = 0  # of what it holds: a namespace has one layout
+        self.written = session.written if kind is LeaseKind.WRITE else None
         self.expired = False
         self.charged_bytes = 0  # its share of the quarantine
         self.overdue_to = 0  # positions before this one are in quarantine, because the lease has expired
@@ -61,11 +91,30 @@ class KernelLease:
         self.queued = False  # its deadline is in the book's heap
 
     @property
+    def pending(self) -> int:
+        """Positions that it holds still. What a write lease holds is charged to its holder here, and nowhere else."""
+        return self._pending
+
+    @pending.setter
+    def pending(self, count: int) -> None:
+        if self.written is not None:
+            self.written.nbytes += (count - self._pending) * self.slot_bytes
+        self._pending = count
+
+    @property
     def account_sort(self) -> Sort:
         return Sort.READ if self.kind is LeaseKind.READ else Sort.PROMISED
 
     def add_page(self, entries: list[Incarnation | None], granted: int) -> None:
+        if not granted:
+            self.positions += len(entries)
+            return
+        if len(self.answers) < self.positions:
+            self._fill()
+        self.positions += len(entries)
         self.entries += entries
+        if not self.slot_bytes:
+            self.slot_bytes = next(item.nbytes for item in entries if item is not None)
         self.pending += granted
         if granted == len(entries):
             self.answers += bytes((_OPEN,)) * granted
@@ -74,9 +123,18 @@ class KernelLease:
 
     def hold_at(self, at: int, item: Incarnation) -> None:
         """Hold one more object, at a position that held nothing."""
+        if at >= len(self.answers):
+            self._fill()
         self.entries[at] = item
         self.answers[at] = _OPEN
+        self.slot_bytes = item.nbytes
         self.pending += 1
+
+    def _fill(self) -> None:
+        """Keep an entry for every position."""
+        missing = self.positions - len(self.answers)
+        self.entries += [None] * missing
+        self.answers += bytes((_NOT_HELD,)) * missing
 
     def settle(self, positions: Sequence[int] | None, answer: Settled) -> tuple[list[Incarnation], list[int]]:
         """Settle the positions (None: all). Returns the objects that they still held, and where those stood.
@@ -93,7 +151,7 @@ class KernelLease:
             page = entries[first:end]
             settled = [item for item in page if item is not None]
             if len(settled) == len(page):
-                where = list(positions)
+                where = list(range(first, first + len(page)))
             else:
                 where = [at for at, item in enumerate(page, first) if item is not None]
             entries[first:end] = [None] * len(page)
@@ -101,7 +159,7 @@ class KernelLease:
         else:
             settled, where = [], []
             for at in positions:
-                item = entries[at]
+                item = entries[at] if at < count else None
                 if item is not None:
                     entries[at] = None
                     answers[at] = answer
@@ -122,7 +180,7 @@ class KernelLease:
         """Raise `UsageError` naming a position that the lease does not have."""
         if positions:
             ends = (positions[0], positions[-1]) if isinstance(positions, range) else positions
-            lowest, highest, count = min(ends), max(ends), len(self.answers)
+            lowest, highest, count = min(ends), max(ends), self.positions
             if lowest < 0 or highest >= count:
                 at = lowest if lowest < 0 else highest
                 raise UsageError(f"position {at} is not in lease {self.id:#x}, which has {count}: count from 0")
@@ -131,19 +189,22 @@ class KernelLease:
         """The answer of each position asked for; None: of every position."""
         answers = self.answers
         if positions is None:
-            return bytearray(answers)
+            positions = range(self.positions)
         if isinstance(positions, range) and positions.step == 1:
-            return answers[positions.start : positions.stop]
-        return bytearray([answers[at] for at in positions])
+            found = answers[positions.start : positions.stop]
+            return found.ljust(len(positions), _NOT_HELD_BYTE)
+        count = len(answers)
+        return bytearray([answers[at] if at < count else _NOT_HELD for at in positions])
 
     def status(self) -> LeaseStatus:
-        return LeaseStatus(self.id, self.kind, self.pending > 0, self.expired, self.deadline, bytearray(self.answers))
+        return LeaseStatus(self.id, self.kind, self.pending > 0, self.expired, self.deadline, self.answered(None))
 
 
 class LeaseBook:
     """All leases: open ones by id, settled ones for a while, deadlines in order."""
 
-    def __init__(self, epoch: int, remembered_max: int) -> None:
+    def __init__(self, epoch: int, remembered_max: int, undo: Undo) -> None:
+        self._undo = undo
         self.first_id = self._next_id = (epoch << COUNTER_BITS) + 1
         self.by_id: dict[int, KernelLease] = {}
         self.settled: dict[int, KernelLease] = {}
@@ -155,33 +216,97 @@ class LeaseBook:
         self.by_kind = [0] * len(LeaseKind)
         self.stale = 0  # refused: of another session, or too late
 
+    @property
+    def remembered_bytes(self) -> int:
+        """Bytes of memory of the settled leases."""
+        return SETTLED_BYTES * len(self.settled) + self.settled_bytes
+
     def new_id(self) -> int:
         lease_id = self._next_id
         self._next_id += 1
         return lease_id
 
     def open(self, lease: KernelLease) -> None:
+        self._undo.add((self._unopen, (lease,)))
+        self._open(lease)
+
+    def _open(self, lease: KernelLease) -> None:
         self.by_id[lease.id] = lease
         lease.session.leases[lease.id] = lease
         self.by_kind[lease.kind] += 1
+        lease.kept_bytes = nbytes = LEASE_BYTES + POSITION_BYTES * len(lease.answers)
+        lease.session.memory.charge(nbytes)
         self._push(lease)
+
+    @staticmethod
+    def room_for(session: KernelSession, lease: KernelLease | None, keys: int) -> None:
+        """Raise `LimitError` if the session has no room for another page of its lease, or (None) for another lease."""
+        if lease is None:
+            session.may_keep(LEASE_BYTES + POSITION_BYTES * keys)
+        else:
+            nbytes = LEASE_BYTES + POSITION_BYTES * (lease.positions + keys)
+            session.may_keep(nbytes - lease.kept_bytes)
+
+    @staticmethod
+    def _charge(lease: KernelLease) -> None:
+        """Charge what the open lease costs now."""
+        nbytes = LEASE_BYTES + POSITION_BYTES * len(lease.answers)
+        lease.session.memory.charge(nbytes - lease.kept_bytes)
+        lease.kept_bytes = nbytes
+
+    @staticmethod
+    def _uncharge(lease: KernelLease) -> None:
+        """It is not open any more."""
+        lease.session.memory.charge(-lease.kept_bytes)
+        lease.kept_bytes = 0
+
+    def move(self, lease: KernelLease, session: KernelSession) -> None:
+        """Another session of its holder owns it from now on."""
+        nbytes, former = lease.kept_bytes, lease.session
+        former.memory.charge(-nbytes)
+        session.memory.charge(nbytes)
+        if former.leases.pop(lease.id, None) is not None:
+            session.leases[lease.id] = lease
+        lease.session = session
+
+    def _unopen(self, lease: KernelLease) -> None:
+        """It was never answered."""
+        if self.by_id.pop(lease.id, None) is not None:
+            lease.session.leases.pop(lease.id, None)
+            self.by_kind[lease.kind] -= 1
+            self._uncharge(lease)
+            self._stale_deadlines += lease.queued
+            lease.entries, lease.pending = [], 0
+
+    def _reopen(self, lease: KernelLease) -> None:
+        """A settled lease holds something again."""
+        if self.settled.pop(lease.id, None) is not None:
+            self.settled_bytes -= len(lease.answers)
+        lease.entries = [None] * len(lease.answers)
+        self._open(lease)
 
     def extend(self, lease: KernelLease, entries: list[Incarnation | None], granted: int) -> None:
         """Add a page. A lease whose earlier pages are all settled opens again if this one grants something."""
-        if lease.pending:
-            lease.add_page(entries, granted)
-        elif granted:
-            if self.settled.pop(lease.id, None) is not None:
-                self.settled_bytes -= len(lease.answers)
-            lease.entries = [None] * len(lease.answers)
-            lease.add_page(entries, granted)
-            self.open(lease)
-        else:
-            lease.answers += bytes((_NOT_HELD,)) * len(entries)
-            self.settled_bytes += len(entries) if lease.id in self.settled else 0
+        self._undo.add((self._shrink, (lease, lease.positions, lease.pending)))
+        if granted and not lease.pending:
+            self._reopen(lease)
+        lease.add_page(entries, granted)
+        if granted:
+            self._charge(lease)
+
+    def _shrink(self, lease: KernelLease, positions: int, pending: int) -> None:
+        """Without the page that was added and never answered."""
+        lease.positions = positions
+        del lease.entries[positions:], lease.answers[positions:]
+        lease.pending = pending
+        if lease.id in self.by_id:
+            if pending:
+                self._charge(lease)
+            else:
+                self.close(lease)
 
     def take_over(self, lease: KernelLease, lease_id: int, positions: Sequence[int]) -> None:
-        """Move what the lease with that id holds (nobody was told of it) to this one, at `positions`, which held
+        """Move what the lease with that id holds (it was never answered) to this one, at `positions`, which held
         nothing. A settled lease opens again."""
         other = self.by_id.get(lease_id)
         if other is None:
@@ -191,18 +316,41 @@ class LeaseBook:
         other.pending = 0
         self.close(other)
         if not lease.pending:
-            if self.settled.pop(lease.id, None) is not None:
-                self.settled_bytes -= len(lease.answers)
-            lease.entries = [None] * len(lease.answers)
-            self.open(lease)
+            self._reopen(lease)
         for at, item in held:
             lease.hold_at(at, item)
+        self._charge(lease)
+
+    def settle(
+        self, lease: KernelLease, positions: Sequence[int] | None, answer: Settled
+    ) -> tuple[list[Incarnation], list[int]]:
+        """As `KernelLease.settle`; a lease that holds nothing more is closed. The caller lets go of what it held, and
+        then says `keep`."""
+        settled, where = lease.settle(positions, answer)
+        if settled:
+            self._undo.add((self._unsettle, (lease, settled, where)))
+            if not lease.pending:
+                self.close(lease)
+        return settled, where
+
+    def _unsettle(self, lease: KernelLease, settled: list[Incarnation], where: list[int]) -> None:
+        if lease.id not in self.by_id:
+            self._reopen(lease)
+        for at, item in zip(where, settled, strict=True):
+            lease.hold_at(at, item)
+
+    def settle_all(self, lease: KernelLease, answer: Settled) -> list[Incarnation | None]:
+        """As `KernelLease.settle_all`, and close it."""
+        entries = lease.settle_all(answer)
+        self.close(lease)
+        return entries
 
     def close(self, lease: KernelLease) -> None:
         """Everything is settled: remember the answers for a while."""
         del self.by_id[lease.id]
         del lease.session.leases[lease.id]
         self.by_kind[lease.kind] -= 1
+        self._uncharge(lease)
         if lease.queued:
             self._stale_deadlines += 1
             self._sift()
@@ -254,6 +402,8 @@ class LeaseBook:
         return LeaseExpiredError(message)
 
     def renew(self, lease: KernelLease, now: float) -> None:
+        if lease.written is not None and lease.written.room < 0:
+            return  # its holder has more open than its share, now that others have come
         # The heap keeps the old deadline; `due` checks the lease and puts it back.
         lease.deadline = max(lease.deadline, now + lease.ttl_s)
 

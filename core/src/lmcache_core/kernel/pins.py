@@ -11,6 +11,7 @@ from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 
+PIN_BYTES = 90  # of a pin: its places in tables; measured
 STALE_KEPT = 1024  # so few removed pins in the list are not worth a cleanup
 
 
@@ -37,6 +38,7 @@ class Pins:
         table = self._residents.table.of(namespace)
         statuses = bytearray(len(keys))
         fresh: list[Incarnation] = []
+        self._residents.undo.add((self.remove, (fresh,)))  # before the first of them: they follow
         for at, key in enumerate(keys):
             found = table.get(key)
             if found is None or found.state is not State.READY:
@@ -46,10 +48,11 @@ class Pins:
                 if self.nbytes + found.nbytes > self._nbytes_max or found.nbytes > account.room:
                     statuses[at] = Grant.QUOTA
                     continue
-                self.nbytes += found.nbytes
                 fresh.append(found)
+                self.nbytes += found.nbytes
                 account.take((found,))
                 self._by[found] = account
+                account.memory.charge(PIN_BYTES)
             self._until[found] = max(until, self._until.get(found, until))
         if fresh:
             self._list(until, fresh)
@@ -76,7 +79,9 @@ class Pins:
         pinned = [item for item in objects if self._until.pop(item, None) is not None]
         if pinned:
             for item in pinned:
-                self._by.pop(item).free((item,))
+                account = self._by.pop(item)
+                account.free((item,))
+                account.memory.charge(-PIN_BYTES)
             self.nbytes -= sum(item.nbytes for item in pinned)
             self._residents.release(pinned)
         if self._listed > STALE_KEPT and self._listed > 2 * len(self._until):

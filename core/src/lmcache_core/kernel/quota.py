@@ -33,9 +33,8 @@ class Quarantine:
             _add(self._lost_by_holder, session.holder, session.quarantined_bytes)
 
     def move(self, lease: KernelLease, session: KernelSession) -> None:
-        """Another session is responsible for the lease now."""
+        """Another session is responsible for the lease from now on."""
         self._count(lease.session, -lease.charged_bytes)
-        lease.session = session
         self._count(session, lease.charged_bytes)
 
     def refuses(self, session: KernelSession) -> bool:

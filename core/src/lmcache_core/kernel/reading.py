@@ -10,7 +10,7 @@ from lmcache_core.kernel.answers import Grant, Grants, KernelLookup, LeaseKind, 
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import LeaseExpired, Read
 from lmcache_core.kernel.leases import KernelLease, LeaseBook
-from lmcache_core.kernel.ledger import Sort
+from lmcache_core.kernel.ledger import Account, Sort
 from lmcache_core.kernel.objects import Incarnation, Named
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.releases import Releases
@@ -136,6 +136,7 @@ class Reading:
         check_batch(keys, lease)
         if lease is None or not lease.pending:
             session.may_lease()
+        self._leases.room_for(session, lease, len(keys))
         entries, found, statuses, reasons = self._find(namespace, layout_id, keys, prefix)
         if len(found) == len(entries):
             offsets = array("Q", [item.offset for item in found])
@@ -143,18 +144,12 @@ class Reading:
             offsets = array("Q", [0 if item is None else item.offset for item in entries])
         account = session.accounts[Sort.READ] if lease is None or lease.account is None else lease.account
         if found:
-            fits = account.take_first(found)
+            fits = self._hold(account, found)
             if fits < len(found):
                 self._refuse(entries, found, statuses, fits)
                 reasons = reasons or bytearray(len(keys))
                 offsets = array("Q", [0 if item is None else item.offset for item in entries])
-            self._residents.hold(found)
             self._residents.policy.access(found[::-1])
-        if promise_id:  # what its reader may not hold yet stays promised, until it asks again
-            kept = keys
-            if Grant.QUOTA in statuses:
-                kept = [key for key, status in zip(keys, statuses, strict=True) if status != Grant.QUOTA]
-            self.redeem(promise_id, namespace, kept)
         if lease is None:
             lease = self._new(LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found))
         else:
@@ -168,7 +163,24 @@ class Reading:
                 "Q", [item.checksum or 0 if item is not None and item.unverified else 0 for item in entries]
             )
         seen = _generations(entries) if identify else None
+        if promise_id:  # what its reader may not hold yet stays promised, until it asks again
+            kept = keys
+            if Grant.QUOTA in statuses:
+                kept = [key for key, status in zip(keys, statuses, strict=True) if status != Grant.QUOTA]
+            self.redeem(promise_id, namespace, kept)
         return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums, incarnations=seen)
+
+    def _hold(self, account: Account, found: Sequence[Incarnation]) -> int:
+        """Hold as many of these, from the first on, as the account allows. Returns how many."""
+        fits = account.take_first(found)
+        held = found[:fits]
+        self._residents.hold(held)
+        self._residents.undo.add((self._unhold, (account, held)))
+        return fits
+
+    def _unhold(self, account: Account, held: Sequence[Incarnation]) -> None:
+        account.free(held)
+        self._residents.release(held)
 
     @staticmethod
     def _refuse(entries: list[Incarnation | None], found: list[Incarnation], statuses: bytearray, fits: int) -> None:
@@ -206,8 +218,8 @@ class Reading:
         promise = self._leases.find_promise(promise_id, namespace)
         if promise is None:
             return 0
-        asked = set(keys)
-        kept = [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
+        wanted = set(keys)
+        kept = [at for at, item in enumerate(promise.entries) if item is not None and item.key in wanted]
         self._settle(promise, kept)
         return len(kept)
 
@@ -221,19 +233,22 @@ class Reading:
         now; `Releases` ends its holds."""
         if lease.pending:
             assert lease.account is not None
-            self._releases.held(lease.settle_all(Settled.FINISHED), lease.account)
-            self._leases.close(lease)
+            self._releases.held(self._leases.settle_all(lease, Settled.FINISHED), lease.account)
 
     def _settle(self, lease: KernelLease, positions: Sequence[int] | None, *, read: bool = False) -> None:
-        settled, _ = lease.settle(positions, Settled.FINISHED)
+        mark = self._residents.undo.mark()
+        settled, _ = self._leases.settle(lease, positions, Settled.FINISHED)
         if settled:
-            if not lease.pending:
-                self._leases.close(lease)
-            assert lease.account is not None
-            lease.account.free(settled)
-            self._residents.release(settled, read=read)
-            if read:
-                self._residents.effects.append(Read(settled))
+            self._let_go(lease, settled, mark, read=read)
+
+    def _let_go(self, lease: KernelLease, settled: list[Incarnation], mark: int, *, read: bool) -> None:
+        """The last step: it cannot be taken back."""
+        assert lease.account is not None
+        lease.account.free(settled)
+        self._residents.release(settled, read=read)
+        if read:
+            self._residents.effects.append(Read(settled))
+        self._residents.undo.keep(mark)
 
     def used(self, keys: Sequence[tuple[int, bytes]]) -> int:
         """Objects were read in place, without a lease: like `finish`, but there is no lease to settle."""
@@ -283,8 +298,8 @@ class Reading:
         lease.check_positions(positions)
         held = dict.fromkeys(lease.entries[at] for at in positions) if lease.entries else {}
         damaged = [item for item in held if item is not None and item.state is READY]
-        self._residents.remove(damaged, Reason.DAMAGED)
         self._pins.remove(damaged)
+        self._residents.remove(damaged, Reason.DAMAGED)
         self._settle(lease, positions)
         return lease.answered(positions)
 
@@ -303,17 +318,17 @@ class Reading:
         check_batch(keys, None)
         if hold:
             session.may_lease()
+            self._leases.room_for(session, None, len(keys))
         entries, found, statuses, reasons = self._find(namespace, 0, keys, prefix)
         seen = _generations(entries) if identify else None
         if not hold or not found:
             return KernelLookup(statuses, reasons, incarnations=seen)
         account = session.accounts[Sort.PROMISED]
-        fits = account.take_first(found)
+        fits = self._hold(account, found)
         if fits < len(found):  # they still count as hits
             self._refuse(entries, found, bytearray(len(entries)), fits)
             if not found:
                 return KernelLookup(statuses, reasons, incarnations=seen)
-        self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
         return KernelLookup(statuses, reasons, promise.id, promise.deadline, seen)
 
@@ -340,7 +355,7 @@ class Reading:
         return promise.deadline
 
     def take_promise_back(self, promise_id: int) -> None:
-        """End a promise that its holder, whoever that is by now, was not told of."""
+        """End a promise that was never answered, whoever holds it by now."""
         promise = self._leases.find_open(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE:
             self.settle(promise)

@@ -30,6 +30,10 @@ class _ReleaseWork(Protocol):
         """Do some. Returns how many positions that took; fewer than `objects_max` means that all is done."""
         ...
 
+    def owned(self) -> tuple[Entries, Account | None]:
+        """What it alone still has, and the account that its holds are charged to; None: these are to be freed."""
+        ...
+
 
 class Releases:
     """The pending work, oldest first."""
@@ -102,6 +106,9 @@ class _Written:
             residents.move(waiting, State.QUARANTINED, Event.ANSWER)
         return len(some)
 
+    def owned(self) -> tuple[Entries, Account | None]:
+        return self._entries, None
+
 
 class _Held:
     __slots__ = ("_account", "_entries", "_residents")
@@ -117,6 +124,9 @@ class _Held:
         self._account.free(held)
         self._residents.release(held)
         return len(some)
+
+    def owned(self) -> tuple[Entries, Account | None]:
+        return self._entries, self._account
 
 
 class _Overdue:
@@ -140,6 +150,9 @@ class _Overdue:
         self._quarantine.charge(lease, sum(item.nbytes for item in held))
         return len(some)
 
+    def owned(self) -> tuple[Entries, Account | None]:
+        return [], None
+
 
 class _Answered:
     __slots__ = ("_event", "_objects", "_residents", "_state")
@@ -159,6 +172,9 @@ class _Answered:
             self._residents.move(some, self._state, self._event)
         return len(some)
 
+    def owned(self) -> tuple[Entries, Account | None]:
+        return [*self._objects], None
+
 
 class _Moved:
     __slots__ = ("_lease", "_residents", "_to")
@@ -177,6 +193,9 @@ class _Moved:
             self._residents.change_owner(held, state, lease.session.row)
         return len(some)
 
+    def owned(self) -> tuple[Entries, Account | None]:
+        return [], None
+
 
 class _RowLeft:
     __slots__ = ("_residents", "_row")
@@ -188,3 +207,6 @@ class _RowLeft:
     def step(self, objects_max: int) -> int:
         self._residents.effects.append(RowLeft(self._row))
         return 0
+
+    def owned(self) -> tuple[Entries, Account | None]:
+        return [], None

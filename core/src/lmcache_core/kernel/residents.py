@@ -23,6 +23,7 @@ from lmcache_core.kernel.reasons import Loss, MissReasons
 from lmcache_core.kernel.shield import Shield
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 from lmcache_core.kernel.tenants import POSITIONS, Tenancy
+from lmcache_core.kernel.undo import Undo
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ READY = State.READY
 class Residents:
     """The objects of the pool and what is known about them."""
 
-    def __init__(self, allocator: Allocator, policy: EvictionPolicy, remembered_max: int) -> None:
+    def __init__(self, allocator: Allocator, policy: EvictionPolicy, remembered_max: int, undo: Undo) -> None:
+        self.undo = undo
         self.allocator = allocator
         guarded = GuardedPolicy(policy, self._policy_failed)
         self.policy: EvictionPolicy = guarded
@@ -50,6 +52,7 @@ class Residents:
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
         self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
+        self.doubtful: Sequence[Incarnation] = ()  # what a step that has not ended was about to change: see `recount`
         self.touched = 0  # objects and keys looked at or changed since it was set to 0: the cost of a turn
         self.evictions = 0
         self.policy_faults = 0
@@ -65,6 +68,7 @@ class Residents:
         changes nothing.
         """
         after = TRANSITIONS[before, event]
+        self.doubtful = objects
         self.touched += len(objects)
         nbytes = 0
         offsets: list[int] = []
@@ -73,6 +77,7 @@ class Residents:
                 refusal = f"{item!r} cannot {event.name}: expected {before.name}"
                 for moved in objects[: len(offsets)]:
                     moved.state = before
+                self.doubtful = ()
                 raise InvariantError(refusal)
             item.state = after
             nbytes += item.nbytes
@@ -131,7 +136,7 @@ class Residents:
     # --- what is being written ------------------------------------------------------------------------------
 
     def cancel_claim(self, objects: Sequence[Incarnation]) -> None:
-        """Undo a claim that was never granted: keys leave the table, slots return to their slabs."""
+        """Undo a claim that was never answered: keys leave the table, slots return to their slabs."""
         self.table.remove(objects)
         self.charge(objects, -1)
         seated = [item for item in objects if hasattr(item, "slab")]
@@ -144,6 +149,13 @@ class Residents:
         self.count(live, len(objects), nbytes)
         self.objects_by_layout[objects[0].layout_id] += len(objects)  # one grant is of one layout
         self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
+        self.undo.add((self._ungrant, (objects, live, nbytes)))
+
+    def _ungrant(self, objects: Sequence[Incarnation], live: State, nbytes: int) -> None:
+        """It was never answered. What is left is a claim."""
+        self.count(live, -len(objects), -nbytes)
+        self.objects_by_layout[objects[0].layout_id] -= len(objects)
+        self.effects.append(SlotsMarked([item.offset for item in objects], State.FREE, NO_ROW))
 
     def doom_cleared(self, objects: Sequence[Incarnation]) -> None:
         """These are or were being written, and are about to change state. Doom those that a clear took out of the index
@@ -258,15 +270,15 @@ class Residents:
 
     def cleared(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
         """A clear reaches these, which only its tables had: ready ones are removed, those being written are doomed."""
-        told, session_id, at_s = clearing.cleared, clearing.session_id, clearing.at_s
+        cleared, session_id, at_s = clearing.cleared, clearing.session_id, clearing.at_s
         ready = [item for item in taken if item.state is READY]
         if ready:
-            told.objects += len(ready)
-            told.nbytes += sum(item.nbytes for item in ready)
+            cleared.objects += len(ready)
+            cleared.nbytes += sum(item.nbytes for item in ready)
             self.free_removed(ready, Reason.CLEARED, session_id=session_id, at_s=at_s)
         if len(ready) == len(taken):
             return
-        told.doomed += len(taken) - len(ready)
+        cleared.doomed += len(taken) - len(ready)
         for live in (State.WRITING, State.LOADING):
             doomed = [item for item in taken if item.state is live]
             if doomed:
@@ -305,17 +317,17 @@ class Residents:
         many small objects come before a large one, naming them all takes long. No object is smaller than the smallest
         slot: so ask for as many bytes as cannot be too many objects, and ask again if larger ones came."""
         least = self.allocator.slot_bytes_least
-        asked = covered = looked_at = 0
+        wanted = covered = looked_at = 0
         while True:
-            asked = min(nbytes, covered + (objects_max - looked_at) * least)
-            named = ask(asked)
+            wanted = min(nbytes, covered + (objects_max - looked_at) * least)
+            named = ask(wanted)
             self.touched += len(named)
             looked_at += len(named)
             found = [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
             covered = sum(item.nbytes for item in found)
-            if covered < asked:  # the rest of an adopted pool is not made yet: asking again gets it
+            if covered < wanted:  # the rest of an adopted pool is not made yet: asking again gets it
                 return found, self.untouched is None
-            if asked >= nbytes or looked_at > objects_max // 2:
+            if wanted >= nbytes or looked_at > objects_max // 2:
                 return found, False
 
     @property

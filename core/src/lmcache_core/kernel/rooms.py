@@ -164,6 +164,7 @@ class Rooms:
         self._charge(preparation, +1)
         self.waiting[preparation] = None
         session.preparations[preparation] = None
+        self._residents.undo.add((self.cancel, (preparation,)))
 
     def cancel(self, preparation: Preparation) -> None:
         """Nobody waits for it any more. Units that were being emptied for it return to normal, less what was
@@ -203,7 +204,7 @@ class Rooms:
             first.grants = self._carry_out(first, now)
         except CacheError as error:  # for instance, the lease that it should extend is gone
             first.error = error
-        except BaseException:  # a bug of ours: the waiting caller is told, and nothing of the grant is left
+        except BaseException:  # a bug of ours: the waiting caller gets an error, and nothing of the grant is left
             first.error = CacheError("the server failed on this grant; its log has the traceback")
             raise
         finally:

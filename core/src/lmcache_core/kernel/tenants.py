@@ -338,9 +338,9 @@ class TenantedPolicy(EvictionPolicy):
         """Keep what another tenant's share covers, while anyone is over its own."""
         if not self._over():
             return False
-        asking = self.owners.get(namespace, self._others)
+        asker = self.owners.get(namespace, self._others)
         return any(
-            tenant is not asking and tenant.used_bytes <= tenant.share_bytes for tenant, _ in self._by_tenant(entries)
+            tenant is not asker and tenant.used_bytes <= tenant.share_bytes for tenant, _ in self._by_tenant(entries)
         )
 
     def resize(self, capacity_bytes: int) -> None:

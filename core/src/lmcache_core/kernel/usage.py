@@ -45,12 +45,12 @@ def usage_of(
             session.id: session.quarantined_bytes for session in sessions.by_id.values() if session.quarantined_bytes
         },
         holders={
-            holder.name: _held(holder.accounts, holder.sessions, quarantined[holder.name])
+            holder.name: _held(holder.accounts, holder.sessions, holder.written.nbytes, quarantined[holder.name])
             for holder in ledger.holders.values()
             if holder.sessions or any(account.nbytes for account in holder.accounts)
         },
         held_by_session={
-            session.id: _held(session.accounts, 1, session.quarantined_bytes)
+            session.id: _held(session.accounts, 1, 0, session.quarantined_bytes)
             for session in sessions.by_id.values()
             if session.id and (session.quarantined_bytes or any(account.nbytes for account in session.accounts))
         },
@@ -74,6 +74,6 @@ def usage_of(
     )
 
 
-def _held(accounts: Sequence[Account], sessions: int, quarantined_bytes: int) -> HolderUsage:
+def _held(accounts: Sequence[Account], sessions: int, written_bytes: int, quarantined_bytes: int) -> HolderUsage:
     promised, read, pinned = (account.nbytes for account in accounts)
-    return HolderUsage(sessions, promised, read, pinned, quarantined_bytes)
+    return HolderUsage(sessions, promised, read, pinned, written_bytes, quarantined_bytes)

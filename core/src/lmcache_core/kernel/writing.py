@@ -30,7 +30,7 @@ def check_batch(keys: Sequence[bytes], lease: KernelLease | None) -> None:
     """Raise `LimitError` or `UsageError` before anything changes."""
     if len(keys) > BATCH_KEYS_MAX:
         raise LimitError(f"a batch of {len(keys)} keys is over the limit of {BATCH_KEYS_MAX}: send it in pages")
-    if lease is not None and len(lease.answers) + len(keys) > LEASE_KEYS_MAX:
+    if lease is not None and lease.positions + len(keys) > LEASE_KEYS_MAX:
         raise LimitError(f"lease {lease.id:#x} would have over {LEASE_KEYS_MAX} positions: open another")
     check_keys(keys)
 
@@ -121,6 +121,7 @@ class Writing:
             raise UsageError(f"layout {layout_id} is not registered: call register_layout first")
         if lease is None or not lease.pending:
             session.may_lease()
+        self._leases.room_for(session, lease, len(keys))
 
         residents = self._residents
         residents.touched += len(keys)
@@ -128,10 +129,8 @@ class Writing:
             self._fence.make_way(namespace, keys)
         table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
         statuses = bytearray(len(keys))
+        mark = residents.undo.mark()
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
-        if created:
-            # Charged before room is made: the bytes belong to the tenant from the first one.
-            residents.charge_bytes(namespace, len(created) * size_class.slot_bytes)
         if existing:
             residents.policy.access(existing[::-1])
         try:
@@ -140,28 +139,28 @@ class Writing:
             if refusal is None:
                 if residents.tenancy.policy is not None:
                     self._keep_limit(namespace, size_class, created, existing, entries, statuses)
-                refusal, placed = self._place(size_class, created, existing, may_wait=wait_s > 0)
+                refusal, placed = self._place_allowed(session, size_class, created, existing, live, wait_s > 0)
         except _MustWaitError:
-            residents.cancel_claim(created)
+            needed = len(created)
+            residents.undo.back(mark)
             deadline = None if ttl_s is None else now + ttl_s
             until_s = now + wait_s if deadline is None else min(now + wait_s, deadline)
             return Preparation(
-                session, namespace, layout_id, size_class, keys, lease_id, live, deadline, len(created), existing,
+                session, namespace, layout_id, size_class, keys, lease_id, live, deadline, needed, existing,
                 until_s,
             )  # fmt: skip
         except BaseException:  # a policy is a plugin: its failure ends this call, and must not block these keys
-            self._residents.cancel_claim(created)
+            residents.undo.back(mark)
             raise
         residents.flush_slabs()
         if placed < len(created):
-            self._deny(created[placed:], entries, statuses, refusal)
-            del created[placed:]
+            self._deny(created, placed, entries, statuses, refusal)
         offsets = array("Q", [0 if item is None else item.offset for item in entries])
         if created:
             nbytes = len(created) * size_class.slot_bytes
             residents.granted(created, live, nbytes, session.row)
         lease = self._page(session, namespace, live, now, ttl_s, lease, entries, len(created))
-        first = len(lease.answers) - len(keys)
+        first = lease.positions - len(keys)
         return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, None, self._generation, first)
 
     def grant_more(
@@ -259,6 +258,10 @@ class Writing:
                     existing.append(found)
                 else:
                     statuses[at] = _BUSY
+        if created:
+            # Charged before room is made: the bytes belong to the tenant from the first one.
+            self._residents.charge_bytes(namespace, len(created) * nbytes)
+            self._residents.undo.add((self._residents.cancel_claim, (created,)))
         return entries, created, existing
 
     def _refusal(self, session: KernelSession, size_class: SizeClass) -> Grant | None:
@@ -269,6 +272,25 @@ class Writing:
         if not self._residents.allocator.fits(size_class):
             return Grant.TOO_LARGE
         return Grant.QUOTA if self._quarantine.refuses(session) else None
+
+    def _place_allowed(
+        self,
+        session: KernelSession,
+        size_class: SizeClass,
+        created: list[Incarnation],
+        existing: list[Incarnation],
+        live: State,
+        may_wait: bool,
+    ) -> tuple[Grant, int]:
+        """As `_place`, for as many as the session's holder may have open to write."""
+        room = session.written.room if live is State.WRITING else len(created) * size_class.slot_bytes
+        allowed = max(0, room // size_class.slot_bytes)
+        if allowed >= len(created):
+            return self._place(size_class, created, existing, may_wait=may_wait)
+        if not allowed:
+            return Grant.QUOTA, 0
+        refusal, placed = self._place(size_class, created[:allowed], existing, may_wait=may_wait)
+        return Grant.QUOTA if placed == allowed else refusal, placed
 
     def _place(
         self,
@@ -325,13 +347,19 @@ class Writing:
         finally:
             residents.release(existing)
         if fit < len(created):
-            self._deny(created[fit:], entries, statuses, Grant.QUOTA)
-            del created[fit:]
+            self._deny(created, fit, entries, statuses, Grant.QUOTA)
 
     def _deny(
-        self, denied: list[Incarnation], entries: list[Incarnation | None], statuses: bytearray, refusal: Grant
+        self,
+        created: list[Incarnation],
+        first: int,
+        entries: list[Incarnation | None],
+        statuses: bytearray,
+        refusal: Grant,
     ) -> None:
-        residents = self._residents
+        """Those of the claim from `first` on get nothing."""
+        residents, denied = self._residents, created[first:]
+        del created[first:]
         residents.table.remove(denied)
         residents.charge(denied, -1)
         if refusal not in (Grant.WARMING, Grant.DRAINING):
@@ -385,31 +413,36 @@ class Writing:
             raise self._leases.refusal(
                 f"write lease {lease_id:#x} expired before its commit; its keys were not stored: store them again"
             )
-        if checksums is not None and len(checksums) != len(lease.answers if positions is None else positions):
+        if checksums is not None and len(checksums) != (lease.positions if positions is None else len(positions)):
             raise UsageError(f"{len(checksums)} checksums in a commit: give one for each position, or none")
-        residents = self._residents
-        written, where = lease.settle(positions, Settled.COMMITTED)
+        mark = self._residents.undo.mark()
+        written, where = self._leases.settle(lease, positions, Settled.COMMITTED)
         if written:
-            live = lease.live
-            if residents.clearings:
-                residents.doom_cleared(written)
+            if self._residents.clearings:
+                self._residents.doom_cleared(written)
             if checksums is not None:
                 _note_checksums(written, where, positions, checksums)
-            doomed = [at for at, item in zip(where, written, strict=True) if item.state is not live]
-            if doomed:
-                for at in doomed:
-                    lease.answers[at] = Settled.CLEARED
-                residents.move([item for item in written if item.state is not live], QUARANTINED, Event.ANSWER)
-                written = [item for item in written if item.state is live]
-            if written:
-                if not retain:
-                    for item in written:
-                        item.temporary = True
-                residents.publish(written, live)
-                residents.effects.append(Committed(written, live is State.LOADING))
-            if not lease.pending:
-                self._leases.close(lease)
+            self._publish(lease, written, where, retain, mark)
         return lease.answered(positions)
+
+    def _publish(
+        self, lease: KernelLease, written: list[Incarnation], where: Sequence[int], retain: bool, mark: int
+    ) -> None:
+        """The last step: it cannot be taken back."""
+        residents, live = self._residents, lease.live
+        doomed = [at for at, item in zip(where, written, strict=True) if item.state is not live]
+        if doomed:
+            for at in doomed:
+                lease.answers[at] = Settled.CLEARED
+            residents.move([item for item in written if item.state is not live], QUARANTINED, Event.ANSWER)
+            written = [item for item in written if item.state is live]
+        if written:
+            if not retain:
+                for item in written:
+                    item.temporary = True
+            residents.publish(written, live)
+            residents.effects.append(Committed(written, live is State.LOADING))
+        residents.undo.keep(mark)
 
     def abort(
         self, session: KernelSession, lease_id: int, positions: Sequence[int] | None, reason: Reason
@@ -422,15 +455,20 @@ class Writing:
         """The owner has answered for all of it, or is dead. It is settled now; `Releases` takes the slots back."""
         if lease.pending:
             self._quarantine.charge(lease, -lease.charged_bytes)
-            self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
-            self._leases.close(lease)
+            self._releases.written(self._leases.settle_all(lease, Settled.ABORTED), lease, reason)
 
     def _abort(self, lease: KernelLease, positions: Sequence[int] | None, reason: Reason) -> None:
-        settled, where = lease.settle(positions, Settled.ABORTED)
-        if not settled:
-            return
-        if self._residents.clearings:
-            self._residents.doom_cleared(settled)
+        mark = self._residents.undo.mark()
+        settled, where = self._leases.settle(lease, positions, Settled.ABORTED)
+        if settled:
+            if self._residents.clearings:
+                self._residents.doom_cleared(settled)
+            self._give_back(lease, settled, where, reason, mark)
+
+    def _give_back(
+        self, lease: KernelLease, settled: list[Incarnation], where: Sequence[int], reason: Reason, mark: int
+    ) -> None:
+        """The last step: it cannot be taken back."""
         live = [item for item in settled if item.state is lease.live]
         waiting = [item for item in settled if item.state is QUARANTINED]
         if live:
@@ -443,8 +481,7 @@ class Writing:
                 charged = zip(settled, where, strict=True)
                 nbytes = sum(o.nbytes for o, at in charged if at < lease.overdue_to and o.state is State.FREE)
                 self._quarantine.charge(lease, -nbytes)
-        if not lease.pending:
-            self._leases.close(lease)
+        self._residents.undo.keep(mark)
 
     # --- late, and cleared ----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The event bus: a bounded queue of events from the loop, and one thread that calls the subscribers.
 
 Nobody waits for anybody. A full bus drops new events, keeps the queued ones, and counts the loss. A subscriber that
-raises or hangs is put aside, and the others continue; one that raised and may recover is tried again after a pause.
+raises or hangs is disabled, and the others continue; one that raised and may recover is tried again after a pause.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from lmcache_core.clock import Clock
+from lmcache_core.guard import guarded
 from lmcache_core.limits import (
     EVENT_BATCH_MAX,
     EVENT_BATCH_OBJECTS,
@@ -32,6 +34,7 @@ from lmcache_core.limits import (
 )
 from lmcache_core.observe.events import CacheEvent, EventsMissed, Maker, one
 from lmcache_core.observe.subscriber import EventSubscriber
+from lmcache_core.threads import started
 
 log = logging.getLogger(__name__)
 BUS_THREAD = "lmcache-events"
@@ -46,36 +49,36 @@ class _Happened(NamedTuple):
     queued_at_s: float  # monotonic
 
 
-class _Heard:
+class _State:
     """One subscriber and its state."""
 
     def __init__(self, subscriber: EventSubscriber) -> None:
         self.subscriber = subscriber
         self.events = 0
-        self.missed = 0  # events that it missed while it was put aside,
-        self.untold = 0  # and how many of those it has not been told about
+        self.missed = 0  # events that it missed while it was disabled,
+        self.unreported = 0  # and how many of those were not reported to it
         self.closed = False
-        self.aside = ""  # why it was put aside; empty if it was not
+        self.disabled = ""  # why it was disabled; empty if it was not
         self.again_at_s = math.inf  # when it is tried again, on the monotonic clock
         self._pause_s = SUBSCRIBER_RETRY_S
 
     @property
     def left_out(self) -> bool:
-        return bool(self.aside) and time.monotonic() < self.again_at_s
+        return bool(self.disabled) and time.monotonic() < self.again_at_s
 
     def miss(self, events: Sequence[CacheEvent]) -> None:
         dropped = [event.events for event in events if isinstance(event, EventsMissed)]  # by a full bus: `dropped`
         self.missed += len(events) - len(dropped)
-        self.untold += len(events) - len(dropped) + sum(dropped)
+        self.unreported += len(events) - len(dropped) + sum(dropped)
 
     def put_aside(self, why: str, *, may_recover: bool) -> None:
-        self.aside, self.again_at_s = why, math.inf
+        self.disabled, self.again_at_s = why, math.inf
         if may_recover:
             self.again_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, SUBSCRIBER_RETRY_S_MAX)
 
     def recover(self) -> None:
-        self.aside, self.untold, self._pause_s = "", 0, SUBSCRIBER_RETRY_S
+        self.disabled, self.unreported, self._pause_s = "", 0, SUBSCRIBER_RETRY_S
 
 
 class _Call(NamedTuple):
@@ -103,11 +106,11 @@ class EventBus:
         self.queue_size = queue_size
         self.emitted = 0
         self.dropped = 0
-        self._untold = 0  # of these, the number not yet reported to subscribers
+        self._unreported = 0  # of these, the number not yet reported to subscribers
         self._clock = clock
         self._batch_s = batch_s
         self._now = now
-        self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
+        self._states = {name: _State(subscriber) for name, subscriber in subscribers.items()}
         self._queue: deque[_Happened] = deque()
         self._objects_in = 0  # changed only by the loop
         self._objects_out = 0  # changed only by the bus's thread
@@ -118,7 +121,9 @@ class EventBus:
         self._lock = threading.Lock()  # guards the next two, briefly
         self._busy: _Call | None = None
         self._turn = 0  # changes when a thread is abandoned with its subscriber
-        self._thread = self._start()
+        self._thread: threading.Thread | None = None
+        self._lacks_thread = False
+        self._restart()
 
     # --- the loop's side ------------------------------------------------------------------------------------
 
@@ -129,9 +134,9 @@ class EventBus:
         waiting = self._objects_in - self._objects_out
         if len(self._queue) >= self.queue_size or (waiting and waiting + keeps > EVENT_BUS_OBJECTS_MAX):
             self.dropped += 1
-            self._untold += 1
+            self._unreported += 1
             return
-        if self._untold:
+        if self._unreported:
             self._tell_missed()
         self._queue.append(_Happened(self._now(), make, arguments, more, keeps, time.monotonic()))
         self._objects_in += keeps
@@ -142,40 +147,51 @@ class EventBus:
 
     def check(self) -> None:
         """Disable a subscriber that has hung too long, and continue without it. Call this regularly."""
-        if self._untold and len(self._queue) < self.queue_size:
+        if self._unreported and len(self._queue) < self.queue_size:
             self._tell_missed()
             self._wake.set()
+        if self._lacks_thread:
+            self._restart()
         self._leave(SUBSCRIBER_HANG_S)
 
     def _leave(self, hang_s: float) -> None:
-        """If a subscriber has not come back for so long: put it aside, and go on with the others in another thread."""
+        """If a subscriber has not come back for so long: disable it, and go on with the others in another thread."""
         with self._lock:
             call = self._busy
             if call is None or time.monotonic() - call.since_s <= hang_s:
                 return
             self._turn += 1  # its thread closes the subscriber and ends when it returns
             self._busy = None
-        self._heard[call.name].miss(call.events)
+        self._states[call.name].miss(call.events)
         self._put_aside(call.name, f"it did not return within {hang_s:g} s", may_recover=False)
-        self._thread = self._start()
+        self._restart()
+
+    def _restart(self) -> None:
+        """Another thread; if there is none to be had, `check` tries again."""
+        thread = self._start()
+        self._lacks_thread = thread is None
+        self._thread = thread or self._thread
 
     def _tell_missed(self) -> None:
         """In order: after everything queued before, and before everything queued from now on."""
-        self._queue.append(_Happened(self._now(), one, (EventsMissed,), {"events": self._untold}, 0, time.monotonic()))
-        self._untold = 0
+        self._queue.append(
+            _Happened(self._now(), one, (EventsMissed,), {"events": self._unreported}, 0, time.monotonic())
+        )
+        self._unreported = 0
 
     def close(self) -> None:
         """Deliver the rest and close the subscribers. Waits for `EVENTS_CLOSE_S` for the first that hangs, and as long
         again for all others that do."""
         self._stopping.set()
         patience_s = EVENTS_CLOSE_S
-        for _ in range(len(self._heard) + 1):
+        for _ in range(len(self._states) + 1):
             self._wake.set()
-            self._thread.join(patience_s)
-            if not self._thread.is_alive():
-                return
+            if self._thread is not None:
+                self._thread.join(patience_s)
+                if not self._thread.is_alive() and not self._lacks_thread:
+                    return
             self._leave(patience_s / 2)
-            patience_s = EVENTS_CLOSE_S / len(self._heard)
+            patience_s = EVENTS_CLOSE_S / len(self._states)
         with self._lock:
             self._turn += 1
         log.warning("not all events were delivered at shutdown: the subscribers took too long")
@@ -188,17 +204,15 @@ class EventBus:
             "emitted": self.emitted,
             "dropped": self.dropped,
             "subscribers": {
-                name: {"events": each.events, "missed": each.missed, "aside": each.aside}
-                for name, each in self._heard.items()
+                name: {"events": each.events, "missed": each.missed, "disabled": each.disabled}
+                for name, each in self._states.items()
             },
         }
 
     # --- the bus's thread -----------------------------------------------------------------------------------
 
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(self._turn,), name=BUS_THREAD, daemon=True)
-        thread.start()
-        return thread
+    def _start(self) -> threading.Thread | None:
+        return started(partial(self._run, self._turn), BUS_THREAD)
 
     def _run(self, turn: int) -> None:
         while self._turn == turn:
@@ -221,9 +235,9 @@ class EventBus:
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
 
     def _end_pauses(self) -> None:
-        """There is no later: who may recover is told how many events it missed, and the rest."""
-        for name, each in self._heard.items():
-            if each.aside and each.again_at_s < math.inf:
+        """There is no later: one that may recover gets the count of events that it missed, and the rest."""
+        for name, each in self._states.items():
+            if each.disabled and each.again_at_s < math.inf:
                 each.again_at_s = 0.0
                 self._owed.append((name, ()))
 
@@ -253,36 +267,32 @@ class EventBus:
             self._objects_out += happened.objects
             batch += _made(happened)
         if batch:
-            self._owed.extend((name, batch) for name in self._heard)
+            self._owed.extend((name, batch) for name in self._states)
         return True
 
     def _tell_owed(self, turn: int) -> bool:
         """Deliver what is owed. False: this thread was abandoned meanwhile, and must not touch anything."""
         while self._owed:
             name, batch = self._owed.popleft()
-            heard = self._heard[name]
-            if heard.left_out:
-                heard.miss(batch)
+            state = self._states[name]
+            if state.left_out:
+                state.miss(batch)
                 continue
-            told = [EventsMissed(at_s=self._now(), events=heard.untold), *batch] if heard.untold else batch
+            events = [EventsMissed(at_s=self._now(), events=state.unreported), *batch] if state.unreported else batch
             if not self._begins(turn, name, batch):
                 return False
-            failure: BaseException | None = None
-            try:
-                heard.subscriber.hear(told)
-            except BaseException as error:  # noqa: BLE001  # a plugin's fault, perhaps in Rust: told by `_failed`
-                failure = error
+            failure: BaseException | None = guarded(_itself, state.subscriber.hear, events)
             if not self._comes_back(turn):
                 self._close_one(name)  # it was disabled meanwhile, and only this thread knows that it is idle
                 return False
             if failure is not None:
-                heard.miss(batch)
+                state.miss(batch)
                 self._failed(name, failure)
                 continue
-            heard.events += len(batch)
-            if heard.aside:
-                log.warning("the event subscriber %s is told again: it missed %d events", name, heard.untold)
-                heard.recover()
+            state.events += len(batch)
+            if state.disabled:
+                log.warning("the event subscriber %s is enabled again: it missed %d events", name, state.unreported)
+                state.recover()
         return True
 
     def _begins(self, turn: int, name: str, events: Sequence[CacheEvent] = ()) -> bool:
@@ -300,25 +310,25 @@ class EventBus:
             return self._turn == turn
 
     def _failed(self, name: str, error: BaseException) -> None:
-        heard = self._heard[name]
-        if not heard.aside:
+        state = self._states[name]
+        if not state.disabled:
             log.error("the event subscriber %s failed", name, exc_info=error)
         # Also for errors that cannot say what they are.
         why = traceback.format_exception_only(error)[-1].strip()
-        self._put_aside(name, why, may_recover=heard.subscriber.may_recover)
-        if not heard.subscriber.may_recover:
+        self._put_aside(name, why, may_recover=state.subscriber.may_recover)
+        if not state.subscriber.may_recover:
             self._close_one(name)
 
     def _put_aside(self, name: str, why: str, *, may_recover: bool) -> None:
-        heard = self._heard[name]
-        if not heard.aside:
+        state = self._states[name]
+        if not state.disabled:
             again = ", and tried again after a pause" if may_recover else ""
-            log.error("the event subscriber %s is put aside%s: %s", name, again, why)
-        heard.put_aside(why, may_recover=may_recover)
+            log.error("the event subscriber %s is disabled%s: %s", name, again, why)
+        state.put_aside(why, may_recover=may_recover)
 
     def _close_all(self, turn: int) -> None:
-        for name, each in self._heard.items():
-            if each.closed or (each.aside and each.again_at_s == math.inf):
+        for name, each in self._states.items():
+            if each.closed or (each.disabled and each.again_at_s == math.inf):
                 continue
             if not self._begins(turn, name):
                 return
@@ -327,17 +337,25 @@ class EventBus:
                 return
 
     def _close_one(self, name: str) -> None:
-        heard = self._heard[name]
-        heard.closed = True
-        try:
-            heard.subscriber.close()
-        except BaseException:
-            log.exception("the event subscriber %s failed while closing", name)
+        state = self._states[name]
+        state.closed = True
+        guarded(partial(_failed_closing, name), state.subscriber.close)
+
+
+def _itself(error: BaseException) -> BaseException:
+    return error
+
+
+def _failed_closing(name: str, error: BaseException) -> None:
+    log.error("the event subscriber %s failed while closing", name, exc_info=error)
 
 
 def _made(happened: _Happened) -> Iterable[CacheEvent]:
-    try:
+    def make() -> Iterable[CacheEvent]:
         return list(islice(happened.make(happened.at_s, *happened.arguments, **happened.more), EVENT_BATCH_MAX))
-    except Exception:
-        log.exception("an event could not be made")
+
+    def failed(error: BaseException) -> Iterable[CacheEvent]:
+        log.error("an event could not be made", exc_info=error)
         return ()
+
+    return guarded(failed, make)

@@ -28,6 +28,7 @@ __all__ = [
     "ObjectsEvent",
     "ObjectsEvicted",
     "ObjectsLoaded",
+    "ObjectsOnTiers",
     "ObjectsRemoved",
     "ObjectsTiered",
     "ObjectsUntiered",
@@ -38,6 +39,7 @@ __all__ = [
     "SlotsQuarantined",
     "TierListChanged",
     "TierStateChanged",
+    "TiersRecounted",
     "of_objects",
     "one",
 ]
@@ -97,10 +99,21 @@ class ObjectsUntiered(CacheEvent, tag="tier_removed", frozen=True):
     tier: str
 
 
+class ObjectsOnTiers(CacheEvent, tag="on_tiers", frozen=True):
+    """Whether any tier has these, asked of the accounts of all of them: after one tier's have changed, or because a
+    subscriber wanted to know. `there`: for each key 0, 1, or 2 where no tier is known to have it and one does not know
+    yet what is on its medium. Only if a subscriber wants blocks."""
+
+    namespace: int
+    keys: list[bytes]
+    there: bytes
+    asked: bool
+
+
 class BlocksReported(CacheEvent, tag="blocks_reported", frozen=True):
-    """An engine said which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in prefix order: each
-    block follows the one before it, the first one `parent`. `media`: for each key, a bit for each place that has it, 1
-    for the L1 and 2 for any tier. `token_ids`: of all blocks, if they were to be reported; never shown."""
+    """An engine reported which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in prefix order:
+    each block follows the one before it, the first one `parent`. `media`: for each key, a bit for each place that has
+    it, 1 for the L1 and 2 for any tier. `token_ids`: of all blocks, if they were to be reported; never shown."""
 
     namespace: int
     keys: list[bytes]
@@ -121,7 +134,7 @@ class EventsMissed(CacheEvent, tag="missed", frozen=True):
 
 
 class TierStateChanged(CacheEvent, tag="tier_state", frozen=True):
-    """A tier's breaker moved. `what`: reads or writes; `state`: closed (the tier is used), open (it is left alone)."""
+    """A tier's breaker moved. `what`: reads or writes; `state`: closed (the tier is used), open (it is not called)."""
 
     tier: str
     what: str
@@ -134,6 +147,11 @@ class TierListChanged(CacheEvent, tag="tier_changed", frozen=True):
 
     tier: str
     action: str
+
+
+class TiersRecounted(CacheEvent, tag="recounted", frozen=True):
+    """The tiers may have any number of objects more or less than was reported: a medium was listed, or another server
+    has cleared namespaces."""
 
 
 class LookupAnswered(CacheEvent, tag="lookup", frozen=True):
@@ -211,25 +229,8 @@ class ServerFault(CacheEvent, tag="fault", frozen=True):
 
 
 EVENTS: tuple[type[CacheEvent], ...] = (
-    ObjectsAdmitted,
-    ObjectsLoaded,
-    ObjectsEvicted,
-    ObjectsRemoved,
-    ObjectsTiered,
-    ObjectsUntiered,
-    BlocksReported,
-    EventsMissed,
-    TierStateChanged,
-    TierListChanged,
-    LookupAnswered,
-    LeaseTimedOut,
-    SlotsQuarantined,
-    SessionOpened,
-    SessionClosed,
-    PoolAdopted,
-    CacheCleared,
-    DrainBegun,
-    ServerFault,
+    *ObjectsEvent.__subclasses__(),
+    *(kind for kind in CacheEvent.__subclasses__() if kind is not ObjectsEvent),
 )
 
 Maker = Callable[..., Iterable[CacheEvent]]

@@ -12,16 +12,17 @@ from pydantic import Field
 
 from lmcache_core.files import append_whole
 from lmcache_core.limits import KEY_BYTES
-from lmcache_core.observe.events import BlocksReported, CacheEvent
+from lmcache_core.observe.events import BlocksReported, CacheEvent, ObjectsOnTiers
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.settings.model import Section
+from lmcache_core.settings.paths import OptionalPath
 from lmcache_core.settings.sizes import Size
 
 
 class JsonlSettings(Section):
     """Where the lines go."""
 
-    path: Path | None = Field(default=None, description="the file; none: NAME-events.jsonl in state_dir")
+    path: OptionalPath = Field(default=None, description="the file; none: NAME-events.jsonl in state_dir")
     rotate_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
     files: int = Field(default=4, ge=1, le=1000, description="files kept: the current one, and .1, .2, … before it")
 
@@ -75,6 +76,8 @@ def plain(event: CacheEvent) -> Any:
         fields |= {"hashes": [each.hex() for each in event.hashes], "media": list(event.media)}
         fields["parent"] = None if event.parent is None else event.parent.hex()
         del fields["token_ids"]  # content
+    if isinstance(event, ObjectsOnTiers):
+        fields["there"] = list(event.there)
     if isinstance(fields.get("namespace"), int):
         fields["namespace"] = f"{fields['namespace']:016x}"
     return fields

@@ -30,4 +30,10 @@ class JsonLines(logging.Formatter):
             line["event"] = event
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        text = json.dumps(line, default=str, ensure_ascii=False)
+        return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(letter: str) -> str:
+    """JSON escapes control characters below 32 alone; others end lines, too, or turn the direction of a terminal."""
+    return letter if letter.isprintable() else json.dumps(letter)[1:-1]

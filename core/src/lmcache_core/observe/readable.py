@@ -23,13 +23,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def found_in(namespace: Mapping[str, Any]) -> str:
+    """For a namespace in the traffic of a `status`: tokens if engines look prompts up in it, else keys."""
+    if namespace["prompt_tokens"]:
+        return f"{namespace['prompt_hit_tokens']:,} of {namespace['prompt_tokens']:,} tokens"
+    return f"{namespace['lookup_hits']:,} of {namespace['lookup_keys']:,} keys"
+
+
 def hits_of_keys(figures: Mapping[str, Any]) -> str:
     """For the lookups or the retrieves of a `status`, since the server's start."""
     if figures["hit_rate"] is None:
         return "none yet"
     return f"{figures['hit_rate']:.1%} of {figures['keys']:,} keys hit"
-
-
-def plain(text: str) -> str:
-    """Safe for a terminal: names and errors from others may contain codes that move the cursor or change colours."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

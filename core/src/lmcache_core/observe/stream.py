@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from lmcache_core.guard import on_failure
 from lmcache_core.observe.events import CacheEvent
 from lmcache_core.observe.files import plain
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.settings.model import Section
+from lmcache_core.settings.paths import OptionalPath
 
 ITEMS_MAX = 256  # of all lists of an event together: its line must fit into a packet
 PACKET_BYTES = 32 << 10  # a packet is sent once it has this size; its last line adds less than that again
@@ -30,7 +32,7 @@ TEXT_CHARS_MAX = 2000  # of a text field in an event
 class StreamSettings(Section):
     """Where readers connect."""
 
-    path: Path | None = Field(default=None, description="the socket; none: NAME-events.sock in state_dir")
+    path: OptionalPath = Field(default=None, description="the socket; none: NAME-events.sock in state_dir")
     readers_max: int = Field(default=64, ge=1, le=1024, description="concurrent readers; others are refused")
 
 
@@ -56,14 +58,10 @@ class EventStream(EventSubscriber):
         self._epoll = select.epoll()
         self._inode = 0
         self._thread = threading.Thread(target=self._run, name="lmcache-event-stream", daemon=True)
-        try:
+        with on_failure(self._close_sockets, self._unlink):
             self._inode = _listen(self._sock, self._path)
             self._epoll.register(self._sock, select.EPOLLIN)
             self._thread.start()
-        except BaseException:
-            self._close_sockets()
-            self._unlink()
-            raise
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
@@ -73,7 +71,7 @@ class EventStream(EventSubscriber):
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
         with self._lock:  # nothing here waits for a reader
-            self._tend()  # whoever connected before these events is told of them
+            self._tend()  # whoever connected before these events gets them
             packets = list(_packets(events)) if self._readers else []
             for fd, reader in list(self._readers.items()):
                 if not reader.tell(packets):
@@ -153,7 +151,7 @@ class _Packet(NamedTuple):
 
 
 class _Reader:
-    """One connection, and how many events it has missed since it was last told."""
+    """One connection, and how many events it has missed since the last report of it."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -174,7 +172,7 @@ class _Reader:
         self._sock.close()
 
     def _owes_nothing(self) -> bool:
-        """Whether it has been told about everything that it missed."""
+        """Whether everything that it missed was reported to it."""
         if self._missed and self._send(_line({"event": "missed", "events": self._missed})):
             self._missed = 0
         return not self._missed

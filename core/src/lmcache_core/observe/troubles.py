@@ -16,6 +16,8 @@ def with_troubles(status: Mapping[str, Any]) -> dict[str, Any]:
 def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
     """Problems that somebody should look into, in words; nothing if all is well."""
     pool, l1, index, counters = status["pool"], status["l1"], status["index"] or {}, status["counters"]
+    if lost := status.get("server", {}).get("names_lost"):
+        yield f"the server's names were removed and cannot be made again, so no new client finds it: {lost}"
     if pool["population_error"]:
         yield f"the pool's memory could not be allocated: {pool['population_error']}"
     if pool["name_lost"]:
@@ -31,28 +33,32 @@ def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{size(l1['bytes_by_state']['quarantined'])} wait for workers that did not answer in time"
     if l1["policy_error"]:
         yield f"the eviction policy failed: {l1['policy_error']}"
-    if status["traffic"]["doubted_tallies"]:
+    if status["traffic"]["implausible_counts"]:
         yield (
-            f"{status['traffic']['doubted_tallies']:,} times a worker's own counts were implausible and were ignored: "
+            f"{status['traffic']['implausible_counts']:,} times a worker's counts were implausible and ignored: "
             "look for one that writes outside its slots"
         )
+    if hung := status.get("state_directory", {}).get("hung"):
+        yield f"{hung} calls on the state directory have not returned: see whether its disk or mount hangs"
+    for label, why in status.get("namespaces_refused", {}).items():
+        yield f"objects of {label} are refused: {why}"
     for name, helper in status["helpers"].items():
         if helper["pid"] is None:
             yield f"helper {name} is not running: {helper['last_end']}"
-    for name, told in ((status["events"] or {}).get("subscribers", {})).items():
-        if told["aside"]:
-            yield f"event subscriber {name}: {told['aside']}"
+    for name, row in ((status["events"] or {}).get("subscribers", {})).items():
+        if row["disabled"]:
+            yield f"event subscriber {name}: disabled: {row['disabled']}"
     if counters.get("loop_faults") or counters.get("internal_errors"):
         yield "the server had an internal error; its log has the traceback"
     for name, companion in status["companions"].items():
         if isinstance(companion, Mapping) and companion.get("error"):
             yield f"companion {name}: {companion['error']}"
-        if isinstance(companion, Mapping) and companion.get("abandoned"):
-            yield f"companion {name} failed and is disabled: {companion['abandoned']}; the log has the traceback"
+        if isinstance(companion, Mapping) and companion.get("disabled"):
+            yield f"companion {name} failed and is disabled: {companion['disabled']}; the log has the traceback"
     for tier in (status["tiers"] or {}).get("tiers", []):
         closed = [what for what in ("reads", "writes") if tier[what]["breaker"] != "closed"]
         if closed or tier["last_error"]:
-            stopped = f"{' and '.join(closed)} paused; " if closed else ""
+            stopped = f"circuit breaker open for {' and '.join(closed)}; " if closed else ""
             yield f"tier {tier['name']}: {stopped}{tier['last_error'] or 'no error is known'}"
     lost = (status["tiers"] or {}).get("stores", {}).get("reached_no_tier", {})
     if lost.get("objects"):

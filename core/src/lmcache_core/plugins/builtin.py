@@ -57,11 +57,4 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             f"{_OBSERVE}.stream:StreamSettings",
             "events over a Unix socket, for processes on this node",
         ),
-        ComponentSpec(
-            hears,
-            "kv_events",
-            f"{_OBSERVE}.kv_events:KvEvents",
-            f"{_OBSERVE}.kv_events:KvEventsSettings",
-            "blocks stored and removed, as vLLM tells routers over ZMQ",
-        ),
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lmcache_core.errors import CacheError
+    from lmcache_core.protocol.hostport import HostPort
 
 __all__ = [
     "API_GENERATION",
@@ -33,6 +34,7 @@ class Kind(StrEnum):
         EVENT_SUBSCRIBER: Gets the server's events; its settings are the table `[subscribers.NAME]`.
         OPERATION: Its own request type; its settings are the table `[operations.NAME]`.
         HELPER: A process beside the server; its settings are the table `[NAME]`.
+        TRACER: Follows single requests; its settings are the table `[NAME]`.
         COMPANION: Lives beside the L1; its settings are the table `[NAME]`.
     """
 
@@ -44,6 +46,7 @@ class Kind(StrEnum):
     EVENT_SUBSCRIBER = "event_subscriber"
     OPERATION = "operation"
     HELPER = "helper"
+    TRACER = "tracer"
     COMPANION = "companion"
 
 
@@ -55,11 +58,14 @@ class ComponentSpec:
         kind: Its family.
         name: What users write: lower-case words joined by single underscores.
         factory: `module:attribute`, imported on first use. Called as `factory(settings, context)` for an adapter, an
-            event subscriber, an operation, a helper or a companion, and as `factory(settings)` for everything else.
+            event subscriber, an operation, a helper, a tracer or a companion, and as `factory(settings)` for
+            everything else.
         settings: `module:attribute` of a frozen pydantic model that forbids extra fields. None: the component has none,
             and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
             `.settings` of the table that names a policy or serde.
         summary: A line for `lmcache-core plugins`.
+        always: An operation that every server has which has the package, with the defaults of its settings where no
+            table is written.
     """
 
     kind: Kind
@@ -67,6 +73,7 @@ class ComponentSpec:
     factory: str
     settings: str | None = None
     summary: str = ""
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,13 +92,13 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of what `lmcache-core check` prints: a result of the hook `lmcache_check`.
+    """One line of what `lmcache-core check` prints: a result of an adapter's `check`, and of the hook `lmcache_check`.
 
     Attributes:
         ok: Whether all is well. A finding that is not ok makes the command exit with status 1.
-        subject: What was checked, for example `tier 'cold' (s3://kv)`.
+        subject: What was checked, for example `tier 'cold' (s3://kv)`. Empty, from an adapter: its tier.
         message: What was found.
-        cure: What an operator should do if it is not ok.
+        cure: What an operator should do if it is not ok. A finding that is ok and has a cure is worth a look.
     """
 
     ok: bool
@@ -103,4 +110,13 @@ class Finding:
     def of_error(cls, subject: str, error: CacheError, otherwise: str) -> Finding:
         """A finding that is not ok. The cure is the error's own, removed from its message; `otherwise` if it has
         none."""
-        return cls(False, subject, str(error).removesuffix(f": {error.cure}"), error.cure or otherwise)
+        return cls(False, subject, error.happened, error.cure or otherwise)
+
+    @classmethod
+    def of_port(cls, subject: str, at: HostPort, setting: str) -> Finding:
+        """Whether a server can listen there. `setting` names the address, or its port."""
+        why = at.why_taken()
+        if not why:
+            return cls(True, subject, f"it can listen at {at}")
+        cure = f"set {setting} to a free port, or stop what listens there (`ss -ltnp` names it)"
+        return cls(False, subject, f"it cannot listen at {at}: {why}", cure)

@@ -8,7 +8,7 @@ default).
 from __future__ import annotations
 
 from argparse import _SubParsersAction
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -26,6 +26,7 @@ __all__ = [
     "lmcache_plugin_info",
     "lmcache_started",
     "lmcache_stopping",
+    "lmcache_trace_context",
 ]
 
 PROJECT = "lmcache_core"  # pluggy's project name and the entry-point group
@@ -54,7 +55,8 @@ def lmcache_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def lmcache_check(settings: Settings) -> Sequence[Finding]:  # type: ignore[empty-body]  # a specification
-    """Check the environment for `lmcache-core check`: can the bucket be reached, is the folder writable?
+    """Check the environment for `lmcache-core check`: is the port free, can the keys be read? Tiers need none: their
+    adapters are asked (`L2Adapter.check`).
 
     Called only by that command, and only for plugins whose components the settings use, or for the one named in `check
     --engine NAME`, which has a minute. Results are joined. None: nothing to report. May do I/O; must end within ten
@@ -66,7 +68,8 @@ def lmcache_check(settings: Settings) -> Sequence[Finding]:  # type: ignore[empt
 def lmcache_add_commands(subparsers: _SubParsersAction[Any], benches: _SubParsersAction[Any]) -> None:
     """Add subcommands to `lmcache-core` (`subparsers`) and to `lmcache-core bench` (`benches`):
     `parser = subparsers.add_parser(…)`, then `parser.set_defaults(run=function)`, where
-    `function(arguments) -> int` gives the exit status.
+    `function(arguments) -> int` gives the exit status. `add_command` of `lmcache_core.cli.lazy` does both, and also
+    adds below `lmcache-core plugins`: `add_command(subparsers, "plugins certify", …)`.
 
     Called when a command line is parsed; it must import nothing heavy (import inside the function). A name that is
     already in use is refused, and the plugin is recorded as broken. Since 0.1.
@@ -87,4 +90,15 @@ def lmcache_stopping() -> None:
     """The server has begun to drain.
 
     Called once. An exception is recorded and logged, and the drain continues. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_trace_context() -> Callable[[], str] | None:
+    """Say how to find the trace that is current in a thread: a function that returns it as the text of W3C Trace
+    Context, or "" if there is none.
+
+    Called once, when a process connects its first client with `trace=True`. The function is called for each lookup and
+    store that such a client sends, in the caller's thread: it must be quick, and must not raise. The first plugin that
+    has one is used. None: this one has none. Since 0.1.
     """

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from lmcache_core.errors import PluginError
+from lmcache_core.guard import guarded
 from lmcache_core.plugins import builtin
 from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.discovery import (
@@ -23,17 +23,19 @@ from lmcache_core.plugins.discovery import (
     canonical,
     find_candidates,
 )
+from lmcache_core.plugins.error_text import error_text
 from lmcache_core.plugins.examine import Examined, examine
 from lmcache_core.plugins.hookspecs import PROJECT
+from lmcache_core.plugins.patience import patience
 from lmcache_core.plugins.records import PluginRecord, Refusal
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.plugins.requirement import allows
 
 __all__ = [
     "load_plugins",
 ]
 
 BUILTIN = "builtin"
-_OURS = re.compile(r"lmcache[-_.]core\b(?![-_.])", re.IGNORECASE)
 Loaded = tuple[Candidate, object, Examined, float]
 
 
@@ -118,22 +120,30 @@ def _claimed_by(claimants: Iterable[Candidate], what: str) -> str:
 
 
 def _load(registry: Registry, candidate: Candidate) -> Loaded | None:
-    began = time.perf_counter()
-    try:
-        plugin = importlib.metadata.EntryPoint(candidate.name, candidate.target, PROJECT).load()
+    def load() -> Loaded:
+        began = time.perf_counter()
+        who = f"{candidate.name} ({candidate.distribution} {candidate.version})"
+        _check_wanted(candidate)
+        with patience(who, "its import"):
+            plugin = importlib.metadata.EntryPoint(candidate.name, candidate.target, PROJECT).load()
         load_s = time.perf_counter() - began
-        examined = examine(registry.manager, plugin)
-    except PluginError as error:
-        _refuse(registry, candidate, str(error))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  # whatever a stranger's module does stays its own: a panic of Rust too
-        _refuse(
-            registry, candidate, f"it failed to load with {type(error).__name__}: {error}{_wanted(candidate, error)}"
-        )
-    else:
-        return candidate, plugin, examined, load_s
-    return None
+        with patience(who, "lmcache_plugin_info or lmcache_components"):
+            return candidate, plugin, examine(registry.manager, plugin), load_s
+
+    def refuse(error: BaseException) -> None:
+        failed = f"it failed to load with {error_text(error)}{_wanted(candidate, error)}"
+        _refuse(registry, candidate, str(error) if isinstance(error, PluginError) else failed)
+
+    return guarded(refuse, load)
+
+
+def _check_wanted(candidate: Candidate) -> None:
+    """Refuse a plugin that was made for another lmcache-core, before any of its code runs."""
+    from lmcache_core import __version__
+
+    for wanted in candidate.wanted:
+        if not allows(wanted, __version__):
+            raise PluginError(f"it asks for {wanted}, and this is {__version__}: install matching versions")
 
 
 def _wanted(candidate: Candidate, error: BaseException) -> str:
@@ -142,8 +152,7 @@ def _wanted(candidate: Candidate, error: BaseException) -> str:
         return ""
     from lmcache_core import __version__
 
-    asked = [each for each in importlib.metadata.requires(candidate.distribution) or () if _OURS.match(each)]
-    wants = f"it asks for {asked[0]}" if asked else "it does not say which lmcache-core it needs"
+    wants = f"it asks for {candidate.wanted[0]}" if candidate.wanted else "it does not say which lmcache-core it needs"
     return f"; {wants}, and this is {__version__}: install matching versions"
 
 

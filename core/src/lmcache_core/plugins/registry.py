@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pluggy
 
 from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.guard import guarded
+from lmcache_core.limits import COMPONENT_IMPORT_S
 from lmcache_core.plugins import hookspecs
 from lmcache_core.plugins.components import ComponentSpec, Kind
+from lmcache_core.plugins.error_text import error_text
 from lmcache_core.plugins.examine import examine, hook_names
+from lmcache_core.plugins.patience import patience
 from lmcache_core.plugins.records import PluginFault, PluginRecord, Refusal
-from lmcache_core.plugins.suggest import suggestion
+from lmcache_core.plugins.suggest import install_command, suggestion
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -25,7 +29,6 @@ log = logging.getLogger(__name__)
 # A tier is one table that also contains its adapter's settings, so these names are reserved.
 TIER_FIELDS = frozenset(
     {
-        "adapter",  # the former name of `settings`: an attribute that warns, until 0.2
         "capacity_bytes",
         "connections",
         "deadline_s",
@@ -43,15 +46,17 @@ TIER_FIELDS = frozenset(
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
-_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER, Kind.OPERATION)
+_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER, Kind.OPERATION, Kind.TRACER)
 
 # The packages of components from the same family, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.L2_ADAPTER, "fs"): "lmcache-fs",
     (Kind.L2_ADAPTER, "s3"): "lmcache-s3",
     (Kind.L2_ADAPTER, "redis"): "lmcache-redis",
+    (Kind.L2_ADAPTER, "peer"): "lmcache-peer",
     (Kind.L2_ADAPTER, "mock"): "lmcache-mock",
     (Kind.SERDE, "fp8"): "lmcache-fp8",
+    **{(Kind.SERDE, name): "lmcache-quant" for name in ("int8", "k8v4", "int4")},
     (Kind.SERDE, "zstd"): "lmcache-compress",
     (Kind.SERDE, "lz4"): "lmcache-compress",
     (Kind.SERDE, "aesgcm"): "lmcache-crypto",
@@ -60,7 +65,10 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
         for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated")
     },
     (Kind.COMPANION, "l0"): "lmcache-l0",
+    (Kind.EVENT_SUBSCRIBER, "kv_events"): "lmcache-kv-events",
     (Kind.HELPER, "http"): "lmcache-http",
+    (Kind.OPERATION, "record"): "lmcache-lab",
+    (Kind.TRACER, "otel"): "lmcache-otel",
     **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
 }
 
@@ -134,8 +142,8 @@ class Registry:
 
     @property
     def tables(self) -> frozenset[str]:
-        """Names of settings tables that enable a component: companions' and helpers'."""
-        return self.nameable(Kind.COMPANION) | self.nameable(Kind.HELPER)
+        """Names of settings tables that enable a component: companions', helpers' and tracers'."""
+        return self.nameable(Kind.COMPANION) | self.nameable(Kind.HELPER) | self.nameable(Kind.TRACER)
 
     def offers(self, kind: Kind, name: str) -> bool:
         """Whether there is such a component."""
@@ -159,7 +167,7 @@ class Registry:
         known = [spec.name for spec in self.components(kind)]
         text = f"there is no {kind} {name!r}"
         if (kind, name) in KNOWN_HOMES:
-            raise PluginError(text, cure=f"pip install {KNOWN_HOMES[kind, name]}")
+            raise PluginError(text, cure=install_command(KNOWN_HOMES[kind, name]))
         meant = suggestion(name, known).removeprefix(": ")
         cure = f"{meant} Or install the package that has it" if meant else "install the package that has it"
         raise PluginError(text, cure=f"{cure} (installed: {', '.join(known) or 'none'})")
@@ -184,22 +192,23 @@ class Registry:
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
         """A new component. `settings` is an instance of its model, or values for one; `context` is the AdapterContext
-        of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber or the
-        HelperContext of a helper, and None for everything else. Raises PluginError that names the plugin if it cannot
-        be built; lmcache-core's own errors pass unchanged, and so does the ValidationError for values that the model
-        refuses."""
+        of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber, the
+        HelperContext of a helper or the TracerContext of a tracer, and None for everything else. Raises PluginError
+        that names the plugin if it cannot be built; lmcache-core's own errors pass unchanged, and so does the
+        ValidationError for values that the model refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
         factory = self.factory(kind, name)
         if model is not None and (settings is None or isinstance(settings, Mapping)):
             settings = model.model_validate(dict(settings or {}))
         arguments = (settings, context) if kind in _WITH_CONTEXT else (settings,)
-        try:
-            return factory(*arguments)
-        except (CacheError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise PluginError(f"{self._whose(spec)} could not be built: {type(error).__name__}: {error}") from error
+
+        def broken(error: BaseException) -> NoReturn:
+            if isinstance(error, CacheError):
+                raise error
+            raise PluginError(f"{self._whose(spec)} could not be built: {error_text(error)}") from error
+
+        return guarded(broken, factory, *arguments)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -208,17 +217,19 @@ class Registry:
 
     def _imported(self, spec: ComponentSpec, path: str) -> Any:
         module, _, attribute = path.partition(":")
-        try:
-            found: Any = import_module(module)
+        who = str(self._components[spec.kind, spec.name][1])
+
+        def find() -> Any:
+            with patience(who, f"the import of {module}", COMPONENT_IMPORT_S):
+                found: Any = import_module(module)
             for part in attribute.split("."):
                 found = getattr(found, part)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a panic in Rust is not an Exception
-            raise PluginError(
-                f"{self._whose(spec)} could not be imported from {path}: {type(error).__name__}: {error}"
-            ) from error
-        return found
+            return found
+
+        def broken(error: BaseException) -> NoReturn:
+            raise PluginError(f"{self._whose(spec)} could not be imported from {path}: {error_text(error)}") from error
+
+        return guarded(broken, find)
 
     def _checked_model(self, spec: ComponentSpec) -> type[BaseModel]:
         from pydantic import BaseModel
@@ -240,7 +251,7 @@ class Registry:
         return model
 
     def _record_fault(self, record: PluginRecord, hook: str, error: BaseException) -> None:
-        fault = PluginFault(record, hook, f"{type(error).__name__}: {error}")
+        fault = PluginFault(record, hook, error_text(error))
         self.faults.append(fault)
         log.warning("%s", fault)
 
@@ -255,13 +266,14 @@ class Registry:
             record = self._plugins[implementation.plugin_name]
             if plugins is not None and record.name not in plugins:
                 continue
-            try:
-                results.append(implementation.function(*(arguments[name] for name in implementation.argnames)))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # noqa: BLE001  # a plugin's fault is not the server's end
-                self._record_fault(record, hook, error)
+            fault = partial(self._record_fault, record, hook)
+            results.append(guarded(fault, _called, str(record), hook, implementation, arguments))
         return [result for result in results if result is not None]
+
+
+def _called(who: str, hook: str, implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
+    with patience(who, hook):
+        return implementation.function(*(arguments[name] for name in implementation.argnames))
 
 
 class HookRelay:

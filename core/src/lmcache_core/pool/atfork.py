@@ -36,7 +36,7 @@ def _in_child() -> None:
     for owner in list(_registered):
         try:
             owner.after_fork_in_child()
-        except Exception as error:  # noqa: BLE001 - the others are told all the same: one may hold a life lock
+        except Exception as error:  # noqa: BLE001 - the others are called all the same: one may hold a life lock
             failed = error
     _registered.clear()
     if failed is not None:

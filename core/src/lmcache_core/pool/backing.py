@@ -17,6 +17,7 @@ from lmcache_core.limits import HUGE_PAGE_BYTES, POOL_NAME_BYTES_MAX
 
 SHM_DIR = Path("/dev/shm")
 FILE_PREFIX = "lmcache-core."
+LIFELINE_NAME = "lifeline"  # the server's socket in its runtime directory
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*\Z")
 
 
@@ -58,11 +59,6 @@ def check_name(name: str) -> str:
 def segment_path(name: str, shm_dir: Path = SHM_DIR, *, uid: int | None = None) -> Path:
     """The file of a pool with backing shm, for a server of this uid (None: ours): each user has separate names."""
     return shm_dir / f"{FILE_PREFIX}{os.geteuid() if uid is None else uid}.{check_name(name)}"
-
-
-def former_segment_path(name: str, shm_dir: Path = SHM_DIR) -> Path:
-    """Where older servers looked, before names contained the uid."""
-    return shm_dir / f"{FILE_PREFIX}{check_name(name)}"
 
 
 def create_memfd(name: str, backing: Backing) -> int:

@@ -10,10 +10,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from lmcache_core.errors import PoolBusyError, PoolError, UntrustedError, UsageError
-from lmcache_core.pool.backing import FILE_PREFIX, SHM_DIR, check_name
+from lmcache_core.pool.backing import FILE_PREFIX, LIFELINE_NAME, SHM_DIR, check_name
+from lmcache_core.pool.claim import SUFFIX, Claim, living_claim, stem_of
 from lmcache_core.pool.header import KEPT_OFFSET
-from lmcache_core.pool.ownership import OwnerLock, free_segment
+from lmcache_core.pool.ownership import free_segment, open_ours
 from lmcache_core.trust import Trust
+
+_LOCK = ".lock"  # of former versions
 
 
 class CleanState(StrEnum):
@@ -43,40 +46,47 @@ def clean(
     dry_run: bool = False,
     shm_dir: Path = SHM_DIR,
 ) -> list[Cleaned]:
-    """Remove segments, lock files and sockets of dead servers of our uid.
+    """Remove segments, claims and sockets of dead servers of our uid.
 
-    `names` limits this to these pools, and includes those of them that were kept for the next server. Lock files
-    NAME.lock are searched in `runtime_dir` and one level below. With a lock file, the socket NAME.sock beside it is
-    removed, or, in a directory called NAME, every socket there and the directory itself, if it is then empty. A server
-    is dead if its lock is free.
+    `names` limits this to these pools, and includes those of them that were kept for the next server. What a server
+    leaves in a runtime directory is searched in `runtime_dir` and one level below: its claims on NAME, and the lock
+    file NAME.lock of former versions. With them the socket NAME.sock beside them is removed, or, in a directory called
+    NAME, every socket there and the directory itself, if it is then empty. A server is dead if nobody listens at its
+    claims; locks that others hold on its files do not matter.
     """
     wanted = {check_name(name) for name in names}
     found: list[Cleaned] = []
     for path in _segments(shm_dir):
         if _selected(path.name.rpartition(".")[2], wanted):
-            found += _clean(path, dry_run, segment=True, kept_too=bool(wanted))
+            found += _clean(path, path.name, dry_run, segment=True, kept_too=bool(wanted))
     if runtime_dir is None or not runtime_dir.is_dir():
         return found
-    trust, refused = Trust.of_server(), dict[Path, str]()
-    for path in [*_files(runtime_dir, "*.lock"), *_files(runtime_dir, "*/*.lock")]:
-        if not _selected(path.stem, wanted):
+    trust, refused = Trust.of_server(runtime_dir), dict[Path, str]()
+    for path, name in _remains(runtime_dir):
+        if not _selected(name, wanted):
             continue
         try:
             trust.open_directory(path.parent).close()
         except (UntrustedError, OSError) as error:
             refused[path.parent] = str(error)
         else:
-            found += _clean(path, dry_run, segment=False, kept_too=True)
+            found += _clean(path, name, dry_run, segment=False, kept_too=True)
     return [*found, *(Cleaned(path, CleanState.REFUSED, reason=reason) for path, reason in refused.items())]
 
 
 def _segments(shm_dir: Path) -> list[Path]:
-    """Files with our uid in the name, and those of our own older versions: names without a uid may be anybody's."""
-    former = (path for path in _files(shm_dir, f"{FILE_PREFIX}*") if "." not in path.name.removeprefix(FILE_PREFIX))
-    return [
-        *_files(shm_dir, f"{FILE_PREFIX}{os.geteuid()}.*"),
-        *(path for path in former if path.lstat().st_uid == os.geteuid()),
-    ]
+    """Segments with our uid in the name, also those of which only a claim is left."""
+    ours = (path for path in _files(shm_dir, f"{FILE_PREFIX}{os.geteuid()}.*") if not path.name.endswith("~"))
+    return list(dict.fromkeys(path.with_name(stem_of(path)) if stem_of(path) else path for path in ours))
+
+
+def _remains(runtime_dir: Path) -> list[tuple[Path, str]]:
+    """What shows that there was a server: for each directory and pool name, one file."""
+    found: dict[tuple[Path, str], Path] = {}
+    for pattern in (f"*{_LOCK}", f"*{SUFFIX}"):
+        for path in [*_files(runtime_dir, pattern), *_files(runtime_dir, f"*/{pattern}")]:
+            found.setdefault((path.parent, stem_of(path) or path.stem), path)
+    return sorted((path, name) for (_, name), path in found.items())
 
 
 def _files(directory: Path, pattern: str) -> list[Path]:
@@ -89,48 +99,47 @@ def _selected(name: str, wanted: set[str]) -> bool:
     return False  # not a pool's name, so somebody else's file
 
 
-def _clean(path: Path, dry_run: bool, *, segment: bool, kept_too: bool) -> Iterator[Cleaned]:
-    try:
-        lock = OwnerLock.acquire_existing(path)
-    except PoolBusyError:
+def _clean(path: Path, name: str, dry_run: bool, *, segment: bool, kept_too: bool) -> Iterator[Cleaned]:
+    """`path`: the segment, or a file that shows that there was a server of pool `name`."""
+    beside = () if segment or path.parent.name != name else (LIFELINE_NAME,)
+    if living_claim(path.parent, name, beside):
         yield Cleaned(path, CleanState.OWNER_LIVES)
         return
-    except PoolError as error:
-        yield Cleaned(path, CleanState.REFUSED, reason=str(error))
-        return
-    if lock is None:
-        return  # its owner has just removed it by itself
-    with contextlib.closing(lock):
-        nbytes = os.fstat(lock.fileno()).st_blocks * 512 if segment else 0
-        if segment and not kept_too and _kept(lock.fileno()):
+    file = None
+    try:
+        file = open_ours(path) if segment or path.suffix == _LOCK else None
+        nbytes = os.fstat(file.fileno()).st_blocks * 512 if segment and file else 0
+        if segment and not kept_too and file and _kept(file.fileno()):
             yield Cleaned(path, CleanState.KEPT, nbytes)
-            return
-        if dry_run:
+        elif dry_run:
             yield Cleaned(path, CleanState.WOULD_REMOVE, nbytes)
-            return
-        try:
-            if segment:
-                free_segment(lock)
-            else:
-                _remove_sockets(path)
-                lock.unlink()
-                if path.parent.name == path.stem:
+        else:
+            with contextlib.closing(Claim.take(path.parent, name, beside)) as claim:  # removes those of the dead
+                if segment and file:
+                    free_segment(file, path)
+                elif not segment:
+                    path.unlink(missing_ok=True)
+                    _remove_sockets(path.parent, name, claim.path)
+                claim.withdraw()
+                if path.parent.name == name:
                     with contextlib.suppress(OSError):  # something else may be in it
                         path.parent.rmdir()
-        except (PoolError, OSError) as error:
-            yield Cleaned(path, CleanState.REFUSED, reason=str(error))
-            return
-        yield Cleaned(path, CleanState.REMOVED, nbytes)
+            yield Cleaned(path, CleanState.REMOVED, nbytes)
+    except PoolBusyError:
+        yield Cleaned(path, CleanState.OWNER_LIVES)
+    except (PoolError, OSError) as error:
+        yield Cleaned(path, CleanState.REFUSED, reason=str(error))
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _kept(fd: int) -> bool:
     return any(os.pread(fd, 8, KEPT_OFFSET))
 
 
-def _remove_sockets(lock_path: Path) -> None:
-    """The sockets that the lock covers: the one with the same name, and in a directory of the pool's own, all of
-    them."""
-    own_directory = lock_path.parent.name == lock_path.stem
-    for path in lock_path.parent.glob("*" if own_directory else f"{lock_path.stem}.sock"):
-        if path.is_socket():
+def _remove_sockets(directory: Path, name: str, besides: Path) -> None:
+    """The sockets of the dead server: NAME.sock, and in a directory of the pool's own, all of them."""
+    for path in directory.glob("*" if directory.name == name else f"{name}.sock"):
+        if path != besides and path.is_socket():
             path.unlink()

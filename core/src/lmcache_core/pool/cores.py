@@ -22,8 +22,8 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _quota_v2(directory: Path) -> float | None:
-    words = " ".join(read_lines(directory / "cpu.max")).split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
+    fields = " ".join(read_lines(directory / "cpu.max")).split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0].isdigit() else None
 
 
 def _quota_v1(directory: Path) -> float | None:

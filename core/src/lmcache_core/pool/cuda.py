@@ -23,7 +23,7 @@ class Runtime(Protocol):
 
     def unregister(self, address: int) -> int: ...
 
-    def words(self, error: int) -> str: ...
+    def error_text(self, error: int) -> str: ...
 
 
 def pin_for_cuda(mapping: Mapping, runtime: Runtime | None = None) -> bool:
@@ -36,8 +36,8 @@ def pin_for_cuda(mapping: Mapping, runtime: Runtime | None = None) -> bool:
     cuda = _TorchRuntime() if runtime is None else runtime
     if error := cuda.register(mapping.address, mapping.nbytes):
         raise PoolError(
-            f"CUDA cannot register the {mapping.nbytes:,} bytes of the pool ({cuda.words(error)}): raise ulimit -l, "
-            "or go without pinning: copies work, and are slower"
+            f"CUDA cannot register the {mapping.nbytes:,} bytes of the pool ({cuda.error_text(error)}): raise "
+            "ulimit -l, or go without pinning: copies work, and are slower"
         )
     mapping.pinned = True
     # The newest finalizer of an object runs first, so this one runs before the one that unmaps. CUDA itself ends with
@@ -77,5 +77,5 @@ class _TorchRuntime:
     def unregister(self, address: int) -> int:
         return int(self._cudart.cudaHostUnregister(address))
 
-    def words(self, error: int) -> str:
+    def error_text(self, error: int) -> str:
         return str(self._cudart.cudaGetErrorString(self._cudart.cudaError(error)))

@@ -1,7 +1,7 @@
 """The segment's first page, and the offsets of everything after it.
 
     offset 0   header          one page: magic, version, boot id, sizes, offsets, name, checksum
-               layouts         LAYOUTS_MAX rows of 32 bytes
+               layouts         LAYOUTS_MAX rows of 128 bytes
                workers         WORKERS_MAX rows of 64 bytes; the first byte of a row is its life lock
                tallies         a line of 128 bytes for each worker row, which that worker alone writes: what it counts
                                without a call (`pool/tally.py`)
@@ -19,7 +19,8 @@ a header with a valid checksum but wrong offsets is refused before any of them i
 The writer writes the magic last. A segment without magic is still being made, or its maker died: nobody attaches to it.
 
 The serving word (u64 at SERVING_OFFSET, in the first page but outside the checksum) is the lease epoch of the server
-that answers for the index now, 0 if there is none: readers of the index check it.
+that answers for the index now, 0 if there is none: readers of the index check it. Other words are there too, each in a
+cache line of its own: see the offsets below.
 """
 
 from __future__ import annotations
@@ -32,28 +33,19 @@ import zlib
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lmcache_core import limits
 from lmcache_core.errors import PoolMismatchError, UsageError
-from lmcache_core.limits import (
-    HUGE_PAGE_BYTES,
-    INDEX_ENTRIES_MAX,
-    INDEX_ENTRY_BYTES,
-    INDEX_LOAD_MAX,
-    INDEX_OBJECT_BYTES,
-    LAYOUTS_MAX,
-    PAGE_BYTES,
-    POOL_BYTES_MAX,
-    SLAB_BYTES_MIN,
-    WORKERS_MAX,
-)
 from lmcache_core.pool.backing import Backing, check_name
 
 MAGIC = b"LMCPOOL\0"
-LAYOUT_VERSION = 3  # 2 had no tallies
-HEADER_BYTES = PAGE_BYTES
-LAYOUT_ROW_BYTES = 32
+LAYOUT_VERSION = 4  # 3 did not say what its layouts were
+HEADER_BYTES = limits.PAGE_BYTES
+LAYOUT_ROW_BYTES = 128
 WORKER_ROW_BYTES = 64
 TALLY_BYTES = 128  # two cache lines, as processors fetch them, so that workers do not slow each other down
 KEPT_OFFSET = 1088  # u64, not 0 if the last server kept the pool on purpose; the low 24 bits: its epoch
+CLEARS_OFFSET = 1216  # u64, `Epochs.digest` when the L1 was last cleared: what it has now is of those epochs
+PUBLISHED_OFFSET = 1280  # u64, counts up after each publication in the index; workers wait for it, by futex
 PROOF_OFFSET = 1152  # u64, a random number of each server: knowing it proves a mapping of the pool
 SERVING_OFFSET = 1024  # in its own cache line: every reader checks it, one server writes it
 EPOCH_MASK = (1 << 24) - 1
@@ -141,25 +133,25 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
     `index_entries`: a power of two; None or 0 derives it from `data_bytes`.
     """
     check_name(name)
-    if data_bytes < SLAB_BYTES_MIN:
+    if data_bytes < limits.SLAB_BYTES_MIN:
         raise UsageError(
             f"pool {name!r} of {data_bytes:,} bytes is smaller than one slab",
-            cure=f"give it at least {SLAB_BYTES_MIN:,}",
+            cure=f"give it at least {limits.SLAB_BYTES_MIN:,}",
         )
-    if data_bytes > POOL_BYTES_MAX:
-        raise UsageError(f"pool {name!r} of {data_bytes:,} bytes is over the limit of {POOL_BYTES_MAX:,}")
+    if data_bytes > limits.POOL_BYTES_MAX:
+        raise UsageError(f"pool {name!r} of {data_bytes:,} bytes is over the limit of {limits.POOL_BYTES_MAX:,}")
     data_bytes = round_up(data_bytes, backing.page_bytes)
     layouts_offset = HEADER_BYTES
-    workers_offset = layouts_offset + LAYOUTS_MAX * LAYOUT_ROW_BYTES
-    tallies_offset = workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
-    slabs_offset = tallies_offset + WORKERS_MAX * TALLY_BYTES
-    slab_rows = -(-data_bytes // SLAB_BYTES_MIN)
-    slots_offset = round_up(slabs_offset + slab_rows * 8, PAGE_BYTES)
-    slot_rows = data_bytes // PAGE_BYTES
-    index_offset = round_up(slots_offset + slot_rows * 8, PAGE_BYTES)
+    workers_offset = layouts_offset + limits.LAYOUTS_MAX * LAYOUT_ROW_BYTES
+    tallies_offset = workers_offset + limits.WORKERS_MAX * WORKER_ROW_BYTES
+    slabs_offset = tallies_offset + limits.WORKERS_MAX * TALLY_BYTES
+    slab_rows = -(-data_bytes // limits.SLAB_BYTES_MIN)
+    slots_offset = round_up(slabs_offset + slab_rows * 8, limits.PAGE_BYTES)
+    slot_rows = data_bytes // limits.PAGE_BYTES
+    index_offset = round_up(slots_offset + slot_rows * 8, limits.PAGE_BYTES)
     entries = _index_entries(index_entries, data_bytes)
-    index_bytes = round_up(entries * INDEX_MARK_BYTES, PAGE_BYTES) + entries * INDEX_ENTRY_BYTES
-    data_offset = round_up(index_offset + index_bytes, HUGE_PAGE_BYTES)
+    index_bytes = round_up(entries * INDEX_MARK_BYTES, limits.PAGE_BYTES) + entries * limits.INDEX_ENTRY_BYTES
+    data_offset = round_up(index_offset + index_bytes, limits.HUGE_PAGE_BYTES)
     return Header(
         layout_version=LAYOUT_VERSION,
         boot_id=boot_id,
@@ -168,9 +160,9 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
         data_bytes=data_bytes,
         backing=backing,
         layouts_offset=layouts_offset,
-        layout_rows=LAYOUTS_MAX,
+        layout_rows=limits.LAYOUTS_MAX,
         workers_offset=workers_offset,
-        worker_rows=WORKERS_MAX,
+        worker_rows=limits.WORKERS_MAX,
         slabs_offset=slabs_offset,
         slab_rows=slab_rows,
         slots_offset=slots_offset,
@@ -179,7 +171,7 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
         index_bytes=index_bytes,
         index_entries=entries,
         tallies_offset=tallies_offset,
-        tally_rows=WORKERS_MAX,
+        tally_rows=limits.WORKERS_MAX,
         pid=os.getpid(),
         created_ns=time.time_ns(),
         name=name,
@@ -188,17 +180,17 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
 
 def index_entries_for(data_bytes: int, object_bytes: int) -> int:
     """Entries that are enough for a pool full of objects of `object_bytes`: a power of two, within the limits."""
-    least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (INDEX_LOAD_MAX * object_bytes)))
-    return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
+    least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (limits.INDEX_LOAD_MAX * object_bytes)))
+    return min(1 << (least - 1).bit_length(), limits.INDEX_ENTRIES_MAX)
 
 
 def _index_entries(wanted: int | None, data_bytes: int) -> int:
     if not wanted:
-        return index_entries_for(data_bytes, INDEX_OBJECT_BYTES)
-    if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= INDEX_ENTRIES_MAX:
+        return index_entries_for(data_bytes, limits.INDEX_OBJECT_BYTES)
+    if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= limits.INDEX_ENTRIES_MAX:
         raise UsageError(
             f"an index of {wanted:,} entries cannot be made: give a power of two from {_INDEX_ENTRIES_MIN:,} to "
-            f"{INDEX_ENTRIES_MAX:,}, or 0 to derive it from the pool's size"
+            f"{limits.INDEX_ENTRIES_MAX:,}, or 0 to derive it from the pool's size"
         )
     return wanted
 
@@ -270,11 +262,11 @@ def same_plan(found: Header, wanted: Header) -> None:
     free = ("boot_id", "pid", "created_ns")
     names = [f.name for f in fields(Header) if f.name not in free and getattr(found, f.name) != getattr(wanted, f.name)]
     # One setting moves many offsets: name only what a person has set.
-    said = [name for name in ("layout_version", "backing", "data_bytes", "index_entries", "name") if name in names]
+    known = [name for name in ("layout_version", "backing", "data_bytes", "index_entries", "name") if name in names]
     if names:
         differ = ", ".join(
             f"{name} is {_text(getattr(found, name))} there and {_text(getattr(wanted, name))} in the settings"
-            for name in said or names
+            for name in known or names
         )
         raise PoolMismatchError(f"it is not the pool that the settings ask for: {differ}")
 

@@ -40,13 +40,13 @@ def _scanned(segment: Segment) -> int:
     with open("/proc/self/pagemap", "rb") as pagemap:
         while at < end:
             stop = min(end, at + _SCAN_BYTES)
-            told = bytearray(
+            argument = bytearray(
                 _SCAN.pack(_SCAN.size, 0, at, stop, 0, regions.buffer_info()[0], _REGIONS_MAX, 0, 0,
                            _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)
             )  # fmt: skip
-            found = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, told)
+            found = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, argument)
             huge_bytes += sum(regions[1 : 3 * found : 3]) - sum(regions[0 : 3 * found : 3])
-            at = _SCAN.unpack(told)[4]
+            at = _SCAN.unpack(argument)[4]
     return huge_bytes
 
 

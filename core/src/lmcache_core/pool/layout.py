@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lmcache_core.errors import UsageError
-from lmcache_core.limits import OBJECT_BYTES_MAX
+from lmcache_core.limits import DIMENSIONS_MAX, OBJECT_BYTES_MAX
 
 __all__ = [
     "Layout",
@@ -34,9 +34,10 @@ DTYPE_BYTES = {
 class Layout:
     """dtype, shape and memory format of one object.
 
-    `dtype` is a torch dtype's name without `torch.`; `shape` is in elements; `memory_format` names the axes, one letter
-    each (K: key or value, L: layer, T: token, H: head, D: head dimension, B: block), or is empty if the content is
-    opaque. Two layouts of equal size are never confused: the fingerprint covers all three fields.
+    `dtype` is a torch dtype's name without `torch.`, or `uint8` if nothing is known of the content; `shape` is in
+    elements; `memory_format` names the axes, one letter each (K: key or value, L: layer, T: token, H: head, D: head
+    dimension, B: block), or is empty if nobody knows in which order the values lie. Two layouts of equal size are never
+    confused: the fingerprint covers all three fields.
     """
 
     dtype: str
@@ -47,8 +48,12 @@ class Layout:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise UsageError(f"layout dtype {self.dtype!r} is not known: use one of {known}")
-        if not self.shape or any(not isinstance(n, int) or n < 1 for n in self.shape):
-            raise UsageError(f"layout shape {self.shape!r} must have one or more positive dimensions")
+        # Before their product: Python multiplies numbers of any length, and refuses to print long ones.
+        if not 0 < len(self.shape) <= DIMENSIONS_MAX:
+            raise UsageError(f"a layout has 1 to {DIMENSIONS_MAX} dimensions, and this one has {len(self.shape):,}")
+        for at, length in enumerate(self.shape):
+            if not isinstance(length, int) or not 0 < length <= OBJECT_BYTES_MAX:
+                raise UsageError(f"dimension {at} of a layout must be a whole number from 1 to {OBJECT_BYTES_MAX:,}")
         if self.memory_format and len(self.memory_format) != len(self.shape):
             raise UsageError(
                 f"memory_format {self.memory_format!r} names {len(self.memory_format)} axes "
@@ -70,11 +75,24 @@ class Layout:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def text(self) -> str:
+        """All fields, in canonical words."""
+        return f"{self.dtype}|{','.join(map(str, self.shape))}|{self.memory_format}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """The layout with this `text`. Raises `UsageError` if there is none."""
+        fields = text.split("|")
+        sizes = fields[1].split(",") if len(fields) == 3 else []
+        if not sizes or not all(size.isascii() and size.isdigit() for size in sizes):
+            raise UsageError(f"{text[:80]!r} is no layout: it has a dtype, a shape and a memory format")
+        return cls(fields[0], tuple(map(int, sizes)), fields[2])
+
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits of SHA-256 over the canonical text of all fields: equal on every machine."""
-        text = f"{self.dtype}|{','.join(map(str, self.shape))}|{self.memory_format}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        """64 bits of SHA-256 over `text`: equal on every machine."""
+        return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little")
 
     def __str__(self) -> str:
         axes = f" {self.memory_format}" if self.memory_format else ""

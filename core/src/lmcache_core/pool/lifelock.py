@@ -1,15 +1,21 @@
-"""The life lock: a process holds it as long as it maps the pool. A free lock means that the process is dead.
+"""What shows that a worker may still touch the slots of its row, for as long as it holds it.
 
-It is an open-file-description lock on the first byte of the worker's row in the pool itself, so it works in any pid
-namespace and over any carrier, and a new server finds it, too. The worker makes its own description by reopening the
-segment, because the one that the server passed is shared with the server. A forked child closes its duplicate before it
-runs on; otherwise its parent's death would go unnoticed.
+Over the lifeline that is a *life token*: one end of a pipe that the server made for this worker alone. When the last
+copy of it is closed, the server's end says so, at once; nobody else can keep it open. A forked child closes its
+duplicate before it runs on.
+
+Beside it, and alone where a worker attaches by name, stands the *life lock*: an open-file-description lock on the first
+byte of the worker's row in the pool itself. It works in any pid namespace and over any carrier, and the next server
+finds it, too. The worker makes its own description by reopening the segment, because the one that the server passed is
+shared with the server. Everybody who maps the pool can lock any row. So free means that its worker is gone; held means
+nothing, and where somebody else holds it when the worker comes, the worker goes without, and says so.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import random
 import struct
 from typing import TYPE_CHECKING
 
@@ -29,11 +35,33 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class LifeLock(PrivateDescriptor):
-    """The proof that this process lives. `closed` in a forked child, which must connect by itself."""
+    """What shows that this client lives. `closed` in a forked child, which must connect by itself."""
 
-    def __init__(self, fd: int | Descriptor, row: int) -> None:
+    _beside: PrivateDescriptor | None = None
+
+    def __init__(
+        self, fd: int | Descriptor, row: int, *, locked: bool = True, beside: PrivateDescriptor | None = None
+    ) -> None:
+        """`fd`: the token, or what holds the lock. `beside`: what holds the lock of the same row."""
         super().__init__(fd)
         self.row = row
+        self.locked = locked  # whether the row's lock is ours
+        self._beside = beside
+
+    def close(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:  # first: who sees the end of the token gives the row to the next worker
+            beside.close()
+        super().close()
+
+    @classmethod
+    def with_token(cls, segment: Segment, row: int, token: Descriptor) -> LifeLock:
+        """For a worker to which the server has given a token; it also takes the row's lock, if it can."""
+        try:
+            lock = cls.acquire(segment, row)
+        except RowTakenError:
+            return cls(token, row, locked=False)
+        return cls(token, row, beside=lock)
 
     @classmethod
     def acquire(cls, segment: Segment, row: int) -> LifeLock:
@@ -65,7 +93,10 @@ class LifeLock(PrivateDescriptor):
                 if not tables.row_claimed(row):
                     return lock
                 lock.close()
-        raise PoolError(f"all worker rows of pool {segment.info.name!r} are in use")
+        free = [row for row in range(segment.header.worker_rows) if not tables.row_claimed(row)]
+        if not free:
+            raise PoolError(f"all worker rows of pool {segment.info.name!r} are in use")
+        return cls(reopen(segment.fileno()), random.choice(free), locked=False)  # somebody else has locked all of them
 
 
 def lock_is_free(fd: int, offset: int) -> bool:

@@ -6,12 +6,14 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from pathlib import Path
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError, PoolMismatchError
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
-from lmcache_core.pool.backing import Access, Backing
+from lmcache_core.pool.backing import SHM_DIR, Access, Backing
 from lmcache_core.pool.header import Header
+from lmcache_core.pool.room import Room, check_room, room
 
 
 def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> Header:
@@ -28,6 +30,14 @@ def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> H
         raise PoolMismatchError(f"it is open to {was}, but l1.access and l1.gids open it to {now}")
     backings.grant_access(fd, access, gids)
     return header
+
+
+def check_fits(header: Header, *, shm_dir: Path = SHM_DIR, there_bytes: int = 0) -> Room:
+    """Where a new segment gets its memory: for the objects, the tables and the index. `there_bytes`: of a former
+    segment that it replaces. Raises `NotEnoughMemoryError`."""
+    found = room(header.backing, mount=shm_dir)
+    check_room(header.segment_bytes - there_bytes, found, what=f"pool {header.name!r}")
+    return found
 
 
 def size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import sys
 import threading
@@ -26,8 +25,7 @@ from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.mapping import MADV_COLLAPSE, MADV_POPULATE_WRITE, Mapping, advise
 from lmcache_core.pool.room import Room, check_room, room
 from lmcache_core.pool.segment import Segment
-
-log = logging.getLogger(__name__)
+from lmcache_core.threads import started
 
 # Bytes cleared by one call. Meanwhile the process's memory map is locked, and a thread that gets memory from the system
 # (even the loop's) waits: 10 ms for 32 MiB of small pages.
@@ -100,11 +98,11 @@ def _at_once(work: Callable[[int, int], None], offset: int, nbytes: int, threads
             errors.append(error)
 
     starts = range(offset, offset + nbytes, part_bytes)
-    others = [threading.Thread(target=run, args=(at,), name="lmcache-populate", daemon=True) for at in starts[1:]]
-    for other in others:
-        other.start()
-    run(starts[0])
-    for other in others:
+    others = {at: started(partial(run, at), "lmcache-populate") for at in starts[1:]}
+    for at in starts:
+        if others.get(at) is None:  # the first, and those for which there is no thread
+            run(at)
+    for other in filter(None, others.values()):
         other.join()
     if errors:
         raise errors[0]
@@ -127,8 +125,10 @@ class Populator:
         ask_room: Callable[[], Room] | None = None,
         step_bytes: int = POPULATE_STEP_BYTES,
         threads: int = 0,
+        populated_bytes: int = 0,
     ) -> None:
-        """`threads` clear pages at once; 0: as many as there are processors, within limits."""
+        """`threads` clear pages at once; 0: as many as there are processors, within limits. `populated_bytes`: done by
+        a former one."""
         self._header = segment.header
         self._adopted = segment.adopted
         self._mapping = segment.mapping
@@ -144,7 +144,7 @@ class Populator:
         self._stop = threading.Event()
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
-        self.populated_bytes = 0
+        self.populated_bytes = populated_bytes
 
     def start(self) -> None:
         """Begin. Call it once."""
@@ -179,8 +179,7 @@ class Populator:
                 self._step()
                 self._on_progress(self.populated_bytes)
                 self._begun.set()
-        except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
-            log.error("pool %r: population ended early: %s", self._header.name, error)
+        except Exception as error:  # noqa: BLE001 - for `on_error`
             self._on_error(error)
         finally:
             self._begun.set()

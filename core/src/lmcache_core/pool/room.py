@@ -48,25 +48,25 @@ def room(backing: Backing = Backing.SHM, *, mount: Path = SHM_DIR, root: Path = 
     `mount` counts for backing shm only. Machine and control groups each keep a reserve for everyone else.
     `root` is where /proc and /sys are looked up. What cannot be read sets no limit.
     """
-    asked: list[tuple[int, LimitedBy, str]] = []
+    rooms: list[tuple[int, LimitedBy, str]] = []
     memory = _meminfo(root)
     if backing is Backing.HUGETLB:
         free = (memory.get("HugePages_Free", 0) - memory.get("HugePages_Rsvd", 0)) * HUGE_PAGE_BYTES
         # Huge pages were taken from the machine when they were reserved, and memory groups do not count them.
-        asked.append((free, LimitedBy.MACHINE, "huge pages"))
+        rooms.append((free, LimitedBy.MACHINE, "huge pages"))
     else:
         if "MemAvailable" in memory:
             spare = (memory["MemAvailable"] * 1024) - _reserve(memory["MemTotal"] * 1024)
-            asked.append((spare, LimitedBy.MACHINE, "the machine"))
+            rooms.append((spare, LimitedBy.MACHINE, "the machine"))
         for path, limit, used in control_groups(root):
-            asked.append((limit - used - _reserve(limit), LimitedBy.CONTROL_GROUP, f"control group {path}"))
+            rooms.append((limit - used - _reserve(limit), LimitedBy.CONTROL_GROUP, f"control group {path}"))
     if backing is Backing.SHM:
         held = os.statvfs(mount)
         if held.f_blocks:  # 0 blocks: a mount without a limit
-            asked.append((held.f_bavail * held.f_frsize, LimitedBy.MOUNT, str(mount)))
+            rooms.append((held.f_bavail * held.f_frsize, LimitedBy.MOUNT, str(mount)))
     nothing_known = (_UNLIMITED_BYTES, LimitedBy.MACHINE, "the machine")
-    least, by, where = min(asked, key=lambda entry: entry[0], default=nothing_known)
-    return Room(max(least, 0), by, where, {name: max(nbytes, 0) for nbytes, _, name in asked})
+    least, by, where = min(rooms, key=lambda entry: entry[0], default=nothing_known)
+    return Room(max(least, 0), by, where, {name: max(nbytes, 0) for nbytes, _, name in rooms})
 
 
 def check_room(needed_bytes: int, found: Room, *, what: str = "the L1 pool") -> None:

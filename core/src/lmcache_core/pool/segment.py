@@ -1,6 +1,6 @@
 """The segment: the pool's memory as one process sees it.
 
-The server creates it, under locks that it never passes on, and removes it. Workers attach to a descriptor that the
+The server creates it, under claims that only it can hold, and removes it. Workers attach to a descriptor that the
 server passes them (or, for backing shm, to its name). They check the header before they use an offset, and never remove
 anything.
 """
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,19 +28,23 @@ from lmcache_core.errors import (
     UntrustedError,
     UsageError,
 )
-from lmcache_core.limits import REPAIR_STEP_BYTES
+from lmcache_core.guard import on_failure
+from lmcache_core.limits import REPAIR_STEP_BYTES, UNLOCKED_ROWS_TRIED
+from lmcache_core.native import native
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.atfork import forget_in_child
-from lmcache_core.pool.backing import SHM_DIR, Access, Backing
+from lmcache_core.pool.backing import LIFELINE_NAME, SHM_DIR, Access, Backing
+from lmcache_core.pool.claim import Claim, claim
 from lmcache_core.pool.header import MAGIC, TALLY_BYTES, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
-from lmcache_core.pool.making import adoptable, read_header, size
+from lmcache_core.pool.liveness import Life, by_lock, by_process
+from lmcache_core.pool.making import adoptable, check_fits, read_header, size
 from lmcache_core.pool.mapping import Mapping
 from lmcache_core.pool.master import Master
-from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_segment, same_file, take_former_name
-from lmcache_core.pool.room import check_room, room
-from lmcache_core.pool.tables import LayoutRow, Tables
+from lmcache_core.pool.ownership import OnStale, own_segment, same_file, unlink
+from lmcache_core.pool.processes import UNKNOWN, Process
+from lmcache_core.pool.tables import LayoutRow, Tables, WorkerRow
 from lmcache_core.trust import Trust
 
 __all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
@@ -49,11 +54,11 @@ class Segment:
     """A mapped pool. Its tables are used by one thread; views may be used from any thread."""
 
     def __init__(
-        self, descriptor: Descriptor, header: Header, locks: Sequence[OwnerLock] = (), path: Path | None = None
+        self, descriptor: Descriptor, header: Header, claims: Sequence[Claim] = (), path: Path | None = None
     ) -> None:
-        """Called by `create` and `attach_*`. Takes over the descriptor, and `locks`, the segment's own first."""
+        """Called by `create` and `attach_*`. Takes over the descriptor and the `claims`."""
         self._descriptor = descriptor
-        self._locks = tuple(locks)
+        self.claims = tuple(claims)  # the owner's, on the names of its segment and in its runtime directory
         self.path = path  # None if the backing has no name, or this process does not know it
         self.header = header
         self.info = header.info
@@ -67,10 +72,11 @@ class Segment:
         self._fencing = threading.Lock()
         self._buffer = self._mapping.view()
         self.master: Master | None = None  # the owner's own tables, safe from stray writes to the pool
-        if locks:
+        if claims:
             self.master = Master(self._buffer[: header.index_offset], *headers.regions(header))
         self._tables: Tables | None = Tables(self._buffer, header, self.master)
         self._serving = self._buffer[headers.SERVING_OFFSET : headers.SERVING_OFFSET + 8].cast("Q")
+        self._published = self._word(headers.PUBLISHED_OFFSET)
         known = self._buffer if self.master is None else self.master.buffer
         self._proof = known[headers.PROOF_OFFSET : headers.PROOF_OFFSET + 8].cast("Q")
         # Bound once, because it is called for every slot that is granted or settled.
@@ -98,39 +104,38 @@ class Segment:
         """Make the pool, and own it until `close` or death.
 
         `data_bytes` is the room for objects; tables and index come on top. `runtime_dir` is made (0700) if it is
-        missing; a lock file NAME.lock in it holds the name. `adopted`, `recreated` and `why_cold` say what `on_stale`
-        did with a dead server's segment (`why_not_adopt`: the caller's reason for RECREATE); an adopted one has tables
-        that are still to be validated. Raises PoolBusyError (a living owner), NotEnoughMemoryError (figures and cure),
-        UsageError (name, size), PoolError (all else); then nothing new is left behind.
+        missing; a claim on NAME stands in it, and one on the segment's name beside the segment. `adopted`, `recreated`
+        and `why_cold` say what `on_stale` did with a dead server's segment (`why_not_adopt`: the caller's reason for
+        RECREATE); an adopted one has tables that are still to be validated. Raises PoolBusyError (a living owner),
+        NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError (all else); then nothing new is left
+        behind.
         """
         backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
         header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1, index_entries=index_entries)
-        Trust.of_server().open_directory(runtime_dir, make_mode=0o700).close()
+        Trust.of_server(runtime_dir.parent).open_directory(runtime_dir, make_mode=0o700).close()
         with contextlib.ExitStack() as undo:
-            locks = [own(runtime_dir / f"{name}.lock", name, undo)]
-            locks[0].write_pid()
+            claims = [claim(runtime_dir, name, name, undo, [LIFELINE_NAME])]
             path, owned = None, None
             if backing is Backing.SHM:
                 path = backings.segment_path(name, shm_dir)
-                take_former_name(backings.former_segment_path(name, shm_dir), path, name)
+                claims.append(claim(shm_dir, path.name, name, undo))
                 owned = own_segment(path, name, on_stale, partial(adoptable, header, access, gids), undo, why_not_adopt)
-                locks.insert(0, owned.lock)
-            adopted = owned is not None and owned.adopted is not None
-            if not adopted:
-                check_room(header.segment_bytes, room(backing, mount=shm_dir), what=f"pool {name!r}")
-            if path:
-                descriptor = backings.reopen(locks[0].fileno())
+            former = None if owned is None else owned.adopted
+            if former is None:
+                check_fits(header, shm_dir=shm_dir)
+            if owned is not None:
+                descriptor = owned.file
             else:
                 descriptor = Descriptor.of(backings.create_memfd(name, backing))
-            undo.callback(lambda: segment.close() if segment else descriptor.close())
-            segment: Segment | None = None
-            if owned is not None and owned.adopted is not None:
+                undo.callback(descriptor.close)
+            if former is not None:
                 # the same boot: workers that map it keep their mapping
-                header = replace(header, boot_id=owned.adopted.boot_id, created_ns=owned.adopted.created_ns)
+                header = replace(header, boot_id=former.boot_id, created_ns=former.created_ns)
             else:
                 size(descriptor.fileno(), header, access, gids)
-            segment = cls(descriptor, header, locks, path)
-            segment.adopted = adopted
+            segment = cls(descriptor, header, claims, path)
+            undo.callback(segment.close)
+            segment.adopted = former is not None
             if owned is not None:
                 segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
             segment._publish_header()
@@ -144,7 +149,9 @@ class Segment:
         master = self._owned()
         kept: int = self._word(headers.KEPT_OFFSET)[0]
         self._former_epoch = (self.serving or kept) & headers.EPOCH_MASK
-        page = headers.encode(self.header).ljust(headers.HEADER_BYTES, b"\0")
+        clears = self.clears.to_bytes(8, "little")  # they stay, in case that this server dies before it has looked
+        page = headers.encode(self.header).ljust(headers.CLEARS_OFFSET, b"\0") + clears
+        page = page.ljust(headers.HEADER_BYTES, b"\0")
         end = len(MAGIC)
         master.write(end, page[end:])
         # Magic last: a segment with it is complete.
@@ -164,12 +171,9 @@ class Segment:
         Raises PoolMismatchError, before anything is mapped, if it is not `expected`; UntrustedError if it belongs to
         somebody whom `trust` (None: our uid and root) does not name."""
         passed = fd if isinstance(fd, Descriptor) else Descriptor.of(fd)
-        try:
+        with on_failure(passed.close):  # now, and not only when the traceback is freed
             os.set_inheritable(passed.fileno(), False)
             return cls._attach(passed, expected, trust, f"the segment of pool {expected.name!r}")
-        except BaseException:
-            passed.close()  # now, and not only when the traceback is freed
-            raise
 
     @classmethod
     def _attach(
@@ -215,13 +219,10 @@ class Segment:
                 'access = "group" with one of your gids'
             ) from error
         try:
-            return cls._attach(found, expected, trust, str(path), path)
+            with on_failure(found.close):
+                return cls._attach(found, expected, trust, str(path), path)
         except UntrustedError as error:  # treated as missing: over ZMQ a client can do without it
-            found.close()
             raise PoolError(str(error)) from error
-        except BaseException:
-            found.close()
-            raise
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -294,10 +295,35 @@ class Segment:
         if epoch:
             self._epoch = epoch
 
+    def announce(self) -> None:
+        """Wake workers that wait for something to be published in the index. The owner calls it, with the C
+        extension."""
+        offset = headers.PUBLISHED_OFFSET
+        native.announce(self._owned().buffer[offset : offset + 8], self._published)
+
+    @property
+    def published(self) -> int:
+        """How often `announce` was called. Untrusted input."""
+        return self._published[0]
+
+    def wait_published(self, seen: int, timeout_s: float) -> int:
+        """Wait until `published` is not `seen` any more, at most that long, without a call to the server; what it is
+        then. May return early."""
+        return native.await_word(self._published, seen, timeout_s)
+
     @property
     def former_epoch(self) -> int:
         """The lease epoch of the adopted pool's former server; 0 if unknown."""
         return self._former_epoch
+
+    @property
+    def clears(self) -> int:
+        """What `note_clears` was last given, also by a former server; 0 if nothing. Untrusted input."""
+        return int(self._word(headers.CLEARS_OFFSET)[0])
+
+    def note_clears(self, digest: int) -> None:
+        """Everything in the pool is of the epochs with this digest, a u64. The owner calls it."""
+        self._owned().write(headers.CLEARS_OFFSET, digest.to_bytes(8, "little"))
 
     def repair(self) -> int:
         """Do one bounded step of repairing overwritten words: header, serving word, layouts and worker rows at each
@@ -321,40 +347,56 @@ class Segment:
     # --- former workers -----------------------------------------------------------------------------------
 
     def living_rows(self) -> bytes:
-        """A byte for each worker row: 1 if somebody holds its life lock. Such rows stay claimed until `release_row`: a
-        new worker with that row and lock would be taken for the former one. All other rows are released: their workers
-        are dead, or never took the lock."""
+        """A byte for each worker row: 1 if a former worker may live and touch slots under it. Such rows stay claimed
+        until `release_row`. All other rows are released: a lock on a row that the dead server gave to nobody says
+        nothing."""
         tables = self.tables
         living = bytearray(self.header.worker_rows)
         for row in range(len(living)):
-            if lock_is_free(self.fileno(), tables.life_offset(row)):
+            found = tables.found_row(row)
+            if not found.claimed or self._row_left(row, found):
                 tables.clear_row(row)
             else:
                 living[row] = 1
-                tables.claim_row(0, row)
+                tables.claim_row(0, row, found.process, locked=found.locked)
         return bytes(living)
+
+    def row_left(self, row: int) -> bool:
+        """Whether a former worker touches nothing under this row any more: it has left the row by unlocking it, or is
+        dead. Its lock, where somebody else may hold it, does not show that the worker lives."""
+        return self._row_left(row, self.tables.worker_row(row))
+
+    def _row_left(self, row: int, found: WorkerRow) -> bool:
+        if found.locked and by_lock(self.fileno(), self.tables.life_offset(row)) is Life.DEAD:
+            return True
+        return by_process(found.process) is Life.DEAD
 
     # --- workers and layouts ------------------------------------------------------------------------------
 
-    def claim_row(self, pid: int = 0) -> tuple[int, int]:
+    def claim_row(self, pid: int = 0, process: Process = UNKNOWN, *, locked: bool = True) -> tuple[int, int]:
         """(row, nonce) of a free row of the worker table. The worker proves that it maps the pool by reading the nonce
-        there. `pid` is for messages. Rows whose life lock is still held are skipped."""
-        for row in self.tables.free_rows():
-            if lock_is_free(self.fileno(), self.tables.life_offset(row)):
-                return row, self.tables.claim_row(pid, row)
-        raise LimitError(f"all {self.header.worker_rows} worker rows of pool {self.info.name!r} are taken")
+        there. `pid` is for messages. Rows whose life lock is held by somebody are skipped; without `locked` one of them
+        will do, because this worker proves its life in another way."""
+        tables = self.tables
+        # Without `locked` a few of them: somebody may have locked the whole table.
+        rows = list(islice(tables.free_rows(), None if locked else UNLOCKED_ROWS_TRIED))
+        free = (row for row in rows if lock_is_free(self.fileno(), tables.life_offset(row)))
+        row = next(free, None if locked or not rows else rows[0])
+        if row is None:
+            raise LimitError(f"all {self.header.worker_rows} worker rows of pool {self.info.name!r} are taken")
+        return row, tables.claim_row(pid, row, process)
 
-    def take_row(self, row: int, nonce: int, pid: int = 0) -> int:
-        """Claim a row that a worker chose by itself and whose life lock it claims to hold. Returns the row's nonce.
-        Raises NotAttachedError unless the worker has proved that it maps the pool: by what it read there, and by the
-        lock."""
+    def take_row(self, row: int, nonce: int, pid: int = 0, *, locked: bool = True) -> int:
+        """Claim a row that a worker chose by itself. Returns the row's nonce. Raises NotAttachedError unless the worker
+        has proved that it maps the pool, by what it read there, and holds the row's life lock if it says so."""
         taken = not 0 <= row < self.header.worker_rows or self.tables.row_claimed(row)
-        if taken or nonce != self._proof[0] or lock_is_free(self.fileno(), self.tables.life_offset(row)):
+        unlocked = not taken and locked and lock_is_free(self.fileno(), self.tables.life_offset(row))
+        if taken or nonce != self._proof[0] or unlocked:
             raise NotAttachedError(
                 f"the client has not proved that it maps row {row} of the pool: attach to this server's "
                 f"pool and lock a free row"
             )
-        return self.tables.claim_row(pid, row)
+        return self.tables.claim_row(pid, row, locked=locked)
 
     def shown(self, row: int) -> int:
         """What a worker that holds a row's life lock tells the server to prove that it maps the pool: the nonce of a
@@ -388,9 +430,9 @@ class Segment:
         """Offset in the segment of a row's life lock."""
         return self.tables.life_offset(row)
 
-    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
-        """Publish a layout under its id."""
-        self.tables.add_layout(layout_id, fingerprint, nbytes)
+    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int, text: str = "") -> None:
+        """Publish a layout under its id; `text`: `Layout.text`."""
+        self.tables.add_layout(layout_id, fingerprint, nbytes, text)
 
     def remove_layout(self, layout_id: int) -> None:
         """Remove a layout. Nobody uses it, and the pool has no object of it."""
@@ -406,7 +448,7 @@ class Segment:
     @property
     def owned(self) -> bool:
         """True for the server that made it, until it is closed."""
-        return bool(self._locks)
+        return bool(self.claims)
 
     @property
     def closed(self) -> bool:
@@ -420,21 +462,20 @@ class Segment:
         if self._mapping is None:
             return
         keep = self.adopted if keep is None else keep
-        locks, self._locks = self._locks, ()
-        for lock in locks:
-            if keep and lock.path == self.path:
-                kept = 1 << 32 | (self._epoch or self._former_epoch)
-                self._owned().write(headers.KEPT_OFFSET, kept.to_bytes(8, "little"))
-            else:
-                lock.unlink()
-        for lock in locks:
-            lock.close()
+        claims, self.claims = self.claims, ()
+        if claims and keep and self.path is not None:
+            kept = 1 << 32 | (self._epoch or self._former_epoch)
+            self._owned().write(headers.KEPT_OFFSET, kept.to_bytes(8, "little"))
+        elif claims and self.path is not None:
+            unlink(self._descriptor, self.path)
+        for each in claims:
+            each.withdraw()
         self._unmap()
 
     def _unmap(self) -> None:
         self._mapping = self._fenced = None
         self._buffer = memoryview(b"")
-        self._serving = self._proof = memoryview(bytearray(8)).cast("Q")  # nobody
+        self._serving = self._proof = self._published = memoryview(bytearray(8)).cast("Q")  # nobody
         self._tables = self.master = None
         self.mark_slots = _no_slots
         self._descriptor.close()
@@ -445,9 +486,9 @@ class Segment:
         if self._mapping is None:
             return
         again = [
-            each.in_forked_child() for each in (self._mapping, self._fenced) if each is not None and not self._locks
+            each.in_forked_child() for each in (self._mapping, self._fenced) if each is not None and not self.claims
         ]
-        self._locks = ()  # they have closed themselves
+        self.claims = ()  # they have closed themselves
         self._forked = True
         # It cannot be copied: there may be no descriptor left.
         descriptor, self._descriptor = self._descriptor, Descriptor()

@@ -3,9 +3,11 @@
 While the server lives, its own memory is the truth (`pool/master.py`). The tables are what it publishes for tools and
 for the next server, which validates them like any input. One writer: the server's loop thread.
 
-    layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
+    layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 bytes of its text, 96 bytes for that text (dtype,
+                 shape and memory format; none if it is longer); the row's number is the layout id
     worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
-                 u64 pid, u64 claimed at (Unix ns), 32 bytes reserved
+                 u64 pid, u64 claimed at (Unix ns), u64 the process's start, u64 its pid namespace (0: unknown),
+                 16 bytes reserved
     tally        16 u64, all zero when a worker takes the row; `pool/tally.py` says what each counts
     slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN,
                  rounded up
@@ -20,21 +22,27 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from lmcache_core.errors import LimitError, PoolError, UsageError
 from lmcache_core.limits import PAGE_BYTES, SLAB_BYTES_MIN
 from lmcache_core.native import native
 from lmcache_core.pool.header import LAYOUT_ROW_BYTES, TALLY_BYTES, WORKER_ROW_BYTES, Header
 from lmcache_core.pool.master import Master
+from lmcache_core.pool.processes import UNKNOWN, Process
 
 NO_ROW = 0xFFFF  # the owner of a slot that belongs to no worker: the server itself, or one of its lanes
+_PID_MAX = 1 << 30  # more than the system gives
 _PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 
 _LAYOUT = struct.Struct("<QQQ")
-_WORKER = struct.Struct("<QQQQ")
+_LAYOUT_TEXT_BYTES_MAX = LAYOUT_ROW_BYTES - 32
+_LAYOUT_TEXT = struct.Struct(f"<Q{_LAYOUT_TEXT_BYTES_MAX}s")
+_WORKER = struct.Struct("<QQQQQQ")
 _NONCE_OFFSET = 8
 _U64 = struct.Struct("<Q")
 _CLAIMED = 1
+_UNLOCKED = 2  # beside _CLAIMED: the row's lock was another's when its worker came, so it proves nothing
 
 
 class SlotState(IntEnum):
@@ -71,6 +79,14 @@ class LayoutRow:
     nbytes: int
 
 
+class WorkerRow(NamedTuple):
+    """A row of the worker table. Of a dead server it is untrusted input."""
+
+    claimed: bool
+    locked: bool  # its worker holds the row's lock, for as long as it may touch a slot
+    process: Process
+
+
 class Tables:
     """Reads and writes the tables of a mapped segment. `buffer` is the whole mapping.
 
@@ -87,7 +103,7 @@ class Tables:
         self._slabs, self._known_slabs = buffer[slabs].cast("Q"), self._known[slabs].cast("Q")
         self._next_row = 0
 
-    def _pack(self, form: struct.Struct, offset: int, *values: int) -> None:
+    def _pack(self, form: struct.Struct, offset: int, *values: int | bytes) -> None:
         form.pack_into(self._known, offset, *values)
         form.pack_into(self._buffer, offset, *values)
 
@@ -148,8 +164,9 @@ class Tables:
 
     # --- layouts ----------------------------------------------------------------------------------------
 
-    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
-        """Publish a layout. An id may be used again with the same layout, or after its removal."""
+    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int, text: str = "") -> None:
+        """Publish a layout. An id may be used again with the same layout, or after its removal. `text`: what the next
+        server reads to know what the bytes are."""
         if not 0 <= layout_id < self._header.layout_rows:
             raise LimitError(f"layout id {layout_id} is over the pool's {self._header.layout_rows} layouts")
         row = LayoutRow(fingerprint, nbytes)
@@ -157,10 +174,27 @@ class Tables:
         if known is not None and known != row:
             raise UsageError(f"layout id {layout_id} is {known} and cannot become {row}")
         self._pack(_LAYOUT, self._layout_offset(layout_id), fingerprint, nbytes, 1)
+        self._pack_text(layout_id, text.encode())
+
+    def _pack_text(self, layout_id: int, text: bytes) -> None:
+        fits = text if len(text) <= _LAYOUT_TEXT_BYTES_MAX else b""
+        self._pack(_LAYOUT_TEXT, self._layout_offset(layout_id) + 24, len(fits), fits)
+
+    def take_layout_texts(self) -> dict[int, str]:
+        """The texts that a dead server left in the pool, by layout id: input that nobody has checked. They are cleared
+        there: `add_layout` publishes those that are good."""
+        texts: dict[int, str] = {}
+        for layout_id in range(self._header.layout_rows):
+            count, text = _LAYOUT_TEXT.unpack_from(self._buffer, self._layout_offset(layout_id) + 24)
+            if count or any(text):
+                texts[layout_id] = text[: min(count, len(text))].decode("ascii", "replace")
+                self._pack_text(layout_id, b"")
+        return texts
 
     def remove_layout(self, layout_id: int) -> None:
         """Remove a layout: its id may be given to another one."""
         self._pack(_LAYOUT, self._layout_offset(layout_id), 0, 0, 0)
+        self._pack_text(layout_id, b"")
 
     @property
     def layouts(self) -> dict[int, LayoutRow]:
@@ -195,11 +229,29 @@ class Tables:
         start = self.tally_offset(row)
         return self._buffer[start : start + TALLY_BYTES].cast("Q")
 
-    def claim_row(self, pid: int, row: int) -> int:
-        """Fill in a free row and return its nonce. A worker that can repeat the nonce maps the pool."""
-        nonce = secrets.randbits(64) or 1
-        self._pack(_WORKER, self.life_offset(row), _CLAIMED, nonce, max(pid, 0), time.time_ns())
+    def claim_row(self, pid: int, row: int, process: Process = UNKNOWN, *, locked: bool = True) -> int:
+        """Fill in a free row and return its nonce. A worker that can repeat the nonce maps the pool. `pid`: for
+        messages, if the process is unknown."""
+        nonce, state = secrets.randbits(64) or 1, _CLAIMED if locked else _CLAIMED | _UNLOCKED
+        named = (process.pid or max(pid, 0), time.time_ns(), process.start, process.namespace)
+        self._pack(_WORKER, self.life_offset(row), state, nonce, *named)
         return nonce
+
+    def note_unlocked(self, row: int) -> None:
+        """The worker of a claimed row could not lock it."""
+        self._pack(_U64, self.life_offset(row), _CLAIMED | _UNLOCKED)
+
+    def worker_row(self, row: int) -> WorkerRow:
+        """What the owner knows about a row."""
+        return self._worker_row(self._known, row)
+
+    def found_row(self, row: int) -> WorkerRow:
+        """What a dead server left in the row."""
+        return self._worker_row(self._buffer, row)
+
+    def _worker_row(self, words: memoryview, row: int) -> WorkerRow:
+        state, _, pid, _, start, namespace = _WORKER.unpack_from(words, self.life_offset(row))
+        return WorkerRow(state != 0, not state & _UNLOCKED, Process(min(pid, _PID_MAX), start, namespace))
 
     def free_rows(self) -> Iterator[int]:
         """Rows that nobody claims, starting after the one released last."""
@@ -222,7 +274,7 @@ class Tables:
 
     def clear_row(self, row: int) -> None:
         """Free a dead server's row, whatever it contains. The caller knows that its life lock is free."""
-        self._pack(_WORKER, self.life_offset(row), 0, 0, 0, 0)
+        self._pack(_WORKER, self.life_offset(row), 0, 0, 0, 0, 0, 0)
 
     def row_nonce(self, row: int) -> int:
         """The nonce of a claimed row, 0 of a free one. A worker reads it through its own mapping."""

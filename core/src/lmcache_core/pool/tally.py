@@ -16,3 +16,10 @@ class Tally(IntEnum):
     READ_HITS = 4  # objects
     READ_BYTES = 5
     READ_NS = 6  # copying, if that is a separate call
+    # What Python counts of a prompt (`Client.count_prompt`), whoever answered:
+    PROMPTS = 7
+    PROMPT_TOKENS = 8  # that were looked up
+    INDEX_HIT_TOKENS = 9  # of these found, if only the index was searched
+    L1_HIT_TOKENS = 10  # … if the server was asked, and the pool had them
+    TIER_HIT_TOKENS = 11  # … if tiers had to load them
+    LOOKUP_MISSES = 12  # keys not found, if only the index was searched

@@ -8,11 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache_core.errors import UntrustedError, UsageError
+from lmcache_core.paths import path_or_none, xdg_path
 from lmcache_core.pool.backing import Access, grant_access
+from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.trust import Trust
 
+RUNTIME_DIR_VARIABLE = "LMCACHE_CORE_RUNTIME_DIR"
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un's, with its end
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+def given_root(value: str | os.PathLike[str] | None, where: str = "runtime_dir") -> Path | None:
+    """A runtime directory as somebody gave it; None if it is unset. Raises `UsageError`, which says `where`."""
+    try:
+        return path_or_none(value)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def named_root(root: Path | None) -> Path | None:
+    """The runtime directory that somebody chose, by an argument or `LMCACHE_CORE_RUNTIME_DIR`; None for a default."""
+    return root or given_root(os.environ.get(RUNTIME_DIR_VARIABLE), RUNTIME_DIR_VARIABLE)
 
 
 def runtime_root() -> Path:
@@ -20,11 +36,11 @@ def runtime_root() -> Path:
 
     `LMCACHE_CORE_RUNTIME_DIR`, else a folder in `XDG_RUNTIME_DIR`, else one in /tmp that carries the user's id.
     """
-    named = os.environ.get("LMCACHE_CORE_RUNTIME_DIR")
-    if named:
-        return Path(named)
-    xdg = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(xdg) / "lmcache-core" if xdg else Path(f"/tmp/lmcache-core-{os.geteuid()}")
+    named = named_root(None)
+    if named is not None:
+        return named
+    xdg = xdg_path(os.environ.get("XDG_RUNTIME_DIR"))
+    return xdg / "lmcache-core" if xdg is not None else Path(f"/tmp/lmcache-core-{os.geteuid()}")
 
 
 def server_directory(name: str, root: Path | None = None) -> Path:
@@ -37,15 +53,23 @@ def server_directory(name: str, root: Path | None = None) -> Path:
 def check_address(address: str) -> str:
     """Returns a ZMQ address unchanged. Raises `UsageError` for one that ZMQ would not connect to."""
     scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    tcp = scheme == "tcp" and bool(host) and port.isdigit() and 0 < int(port) < 65536
+    tcp = scheme == "tcp" and _is_host_port(rest)
     ipc = scheme == "ipc" and 0 < len(os.fsencode(rest)) <= SOCKET_PATH_BYTES_MAX and "\0" not in rest
     if not (tcp or ipc):
         raise UsageError(
-            f"{address!r} is not a server's address: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
+            f"{address!r} is not a server's address: use tcp://HOST:PORT, with an IPv6 address in brackets, "
+            "or ipc:///PATH with a path of at most "
             f"{SOCKET_PATH_BYTES_MAX} bytes"
         )
     return address
+
+
+def _is_host_port(text: str) -> bool:
+    try:
+        HostPort.parse(text, port_min=1)
+    except ValueError:
+        return False
+    return True
 
 
 def make_server_directory(
@@ -54,7 +78,7 @@ def make_server_directory(
     """Create the directory, private to us or open to groups. Raises `UsageError` if any component of the path belongs
     to another user or is writable by one: in a shared /tmp somebody else may have made it first."""
     path = server_directory(name, root)
-    trust = Trust.of_server()
+    trust = Trust.of_server(named_root(root))
     try:
         trust.open_directory(path.parent, make_mode=0o700 if access is Access.OWNER else 0o755).close()
         trust.open_directory(path, make_mode=0o700).close()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from sys import byteorder
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
-from lmcache_core.limits import BATCH_KEYS_MAX, ERROR_CHARS_MAX, FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.guard import guarded
+from lmcache_core.limits import BATCH_KEYS_MAX, ERROR_CHARS_MAX, FRAME_BYTES_MAX, KEY_BYTES, PLUGIN_STATUS_BYTES_MAX
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.header import PoolInfo
+from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.messages import Error, Message, Reply, Request
 
 _encoder = msgspec.msgpack.Encoder()
@@ -22,26 +25,46 @@ _anything: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 # Text that is not UTF-8 raises a ValueError that is not a MsgspecError.
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+_BY_TAG: dict[str, type[Any]] = {each.__struct_config__.tag: each for each in get_args(Request)}
+_OUT_OF_RANGE = re.compile(
+    r"Expected `\w+` (?:[<>]|of length [<>]|matching).* - at `(?:key` in `)?\$\[(\d+)\].*`", re.DOTALL
+)
+
+# Nothing in these is a caller's but keys, which were checked; they are every store's and retrieve's.
+BUILT_BY_CLIENTS = frozenset({
+    m.Noop, m.PrepareStore, m.CommitStore, m.AbortStore, m.PrepareRetrieve, m.FinishRead, m.RenewLease
+})  # fmt: skip
 
 encode = _encoder.encode
 
 
-def decode_request(frame: bytes | bytearray | memoryview) -> Request:
-    """The request in a frame. Raises `ProtocolError` for anything else."""
+# The decoder itself, for the loop: a function around it costs more than all the ranges. Raises `UNREADABLE`; then
+# `refusal_of` says why.
+read_request = _requests.decode
+
+
+def refusal_of(frame: bytes | bytearray | memoryview, error: Exception) -> CacheError:
+    """Why the frame could not be read: `UsageError` for a request with a value out of its range (see `ranges.py`),
+    `ProtocolError` for anything else."""
+    found = _OUT_OF_RANGE.fullmatch(str(error))
     try:
-        return _requests.decode(frame)
-    except _UNREADABLE as error:
-        raise ProtocolError(f"not a request of this protocol: {error}") from error
+        tag = _anything.decode(frame)[0] if found else ""  # the rest of the frame may be cut
+    except UNREADABLE as cut:
+        error, found = cut, None
+    if found is None:
+        return ProtocolError(f"not a request of this protocol: {error}")
+    field = _BY_TAG[tag].__struct_fields__[int(found[1]) - 1]  # the tag comes before the fields
+    return UsageError(f"{tag}: its {field} is out of range: {error}")
 
 
 def rid_of(frame: bytes | bytearray | memoryview) -> int:
     """The request id of a frame that is not a request but looks like one; else 0. Its sender waits for an answer."""
     try:
         match _anything.decode(frame):
-            case [str(), int(rid), *_]:
+            case [str(), rid, *_] if type(rid) is int and rid > 0:
                 return rid
-    except _UNREADABLE:
+    except UNREADABLE:
         pass
     return 0
 
@@ -50,21 +73,44 @@ def decode_reply(frame: bytes | bytearray | memoryview) -> Reply:
     """The reply in a frame. Raises `ProtocolError` for anything else."""
     try:
         return _replies.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a reply of this protocol: {error}") from error
 
 
 def encode_request(message: Message) -> bytes:
-    """The request as a frame. Raises `LimitError` if it would be too large to read."""
-    frame = encode(message)
+    """The request as a frame that the server can read. Raises `LimitError` if it would be too large, and `UsageError`
+    if it holds what no frame can (a number beyond u64, half a surrogate pair), or a value out of its range: the
+    server's own decoder is asked, so whatever a caller passes, a client never sends garbage."""
+    try:
+        frame = encode(message)
+    except (OverflowError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(frame) > FRAME_BYTES_MAX:
         raise LimitError(f"{type(message).__name__} takes {len(frame):,} bytes, and a frame holds {FRAME_BYTES_MAX:,}")
+    if type(message) not in BUILT_BY_CLIENTS:
+        try:
+            read_request(frame)
+        except UNREADABLE as error:
+            raise UsageError(f"{type(message).__name__} cannot be sent: {refusal_of(frame, error)}") from error
     return frame
 
 
+def plain(status: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What a plugin says of itself, for the frame of `status`. Raises what it raises, and `LimitError` and others for
+    what cannot be sent: that is its own fault, and must not cost the others their figures."""
+    found = dict(status())
+    nbytes = len(encode(found))
+    if nbytes > PLUGIN_STATUS_BYTES_MAX:
+        raise LimitError(f"{nbytes:,} bytes of figures, and the limit is {PLUGIN_STATUS_BYTES_MAX:,}")
+    return found
+
+
 def error_reply(rid: int, error: CacheError) -> Error:
-    """The error frame for an exception. A message too long for a frame, because it quotes the request, is cut."""
-    return Error(rid, error.code, str(error)[:ERROR_CHARS_MAX], str(error.retry))
+    """The error frame for an exception. A message too long for a frame, because it quotes the request, is cut; what is
+    no UTF-8 in it, such as a file's name, is escaped."""
+    text = guarded(lambda second: f"its text cannot be read: {type(second).__name__}", str, error)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return Error(rid, error.code, text[:ERROR_CHARS_MAX], str(error.retry))
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:

@@ -1,29 +1,36 @@
-"""A client's requests. The common rules are in `messages.py`."""
+"""A client's requests. The common rules are in `messages.py`, the ranges of all fields in `ranges.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from lmcache_core.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX
+from lmcache_core.protocol import ranges as r
+
+CHUNK_TOKENS = "chunk_tokens="  # begins a capability of a client: so many tokens make one of its keys
+LIFE_TOKEN = "life_token"  # capability of a client: it takes a life token with the pool's descriptor, and keeps it
 TRACES = "traces"  # capability of a server: it accepts the traces of requests
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all messages."""
+    """Base of all messages. `rid`: of a request, which a client's channel numbers as it sends it."""
+
+    rid: r.U64
 
 
 class Hello(Message, tag="hello"):
     """The first message of a session. `client_id` names the client instance, across reconnects."""
 
-    rid: int
-    version_min: int
-    version_max: int
-    client_id: bytes
-    name: str
-    pid: int
-    capabilities: list[str] = []
+    version_min: r.Version
+    version_max: r.Version
+    client_id: r.ClientId
+    name: r.SessionName
+    pid: r.Pid
+    capabilities: r.Names = []
 
 
 class Attach(Message, tag="attach"):
@@ -31,22 +38,25 @@ class Attach(Message, tag="attach"):
     `Welcome` named or, if that named none, a free one of its choice. `held`: the leases of the same client instance
     whose memory it may still touch; the server settles all others."""
 
-    rid: int
-    row: int
-    nonce: int
-    held: list[int] = []
+    row: r.Row
+    nonce: r.U64
+    held: r.U64s = []
+
+
+class AttachUnlocked(Attach, tag="attach_unlocked"):
+    """The same from a worker that could not lock its row, because somebody else had locked it."""
 
 
 class RegisterLayout(Message, tag="register_layout"):
-    """Name a namespace that this session will use, and the layout of its objects."""
+    """Name a namespace that this session will use, and the layout of its objects. `label`: what people see instead of
+    the id; empty: nothing."""
 
-    rid: int
-    namespace: int
-    dtype: str
-    shape: list[int]
-    memory_format: str
-    fingerprint: int
-    label: str = ""
+    namespace: r.U64
+    dtype: r.Name
+    shape: r.Shape
+    memory_format: r.Axes
+    fingerprint: r.U64
+    label: r.Label = ""
 
 
 class LookupOptions(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
@@ -62,12 +72,12 @@ class LookupOptions(msgspec.Struct, array_like=True, forbid_unknown_fields=True,
 
     hold: bool = False
     prefix: bool = True
-    wait_s: float = 0.0
-    tiers: Sequence[str] | None = None
-    window: int = 0
-    deadline_s: float = 0.0
-    pin_s: float = 0.0
-    policy: str = ""
+    wait_s: r.Seconds = 0.0
+    tiers: Annotated[Sequence[r.Word], Meta(max_length=BATCH_KEYS_MAX)] | None = None
+    window: r.KeyCount = 0
+    deadline_s: r.Seconds = 0.0
+    pin_s: r.Seconds = 0.0
+    policy: r.Word = ""
     warm_up: bool = False
     identify: bool = False
 
@@ -78,9 +88,8 @@ ORDINARY_LOOKUP = LookupOptions()
 class LookupRequest(Message, tag="lookup"):
     """Which keys can be served?"""
 
-    rid: int
-    namespace: int
-    keys: bytes
+    namespace: r.U64
+    keys: r.Blob
     options: LookupOptions = ORDINARY_LOOKUP
 
 
@@ -88,73 +97,66 @@ class TracedLookup(LookupRequest, tag="traced_lookup"):
     """A lookup that belongs to a trace of the caller's: `traceparent` in the format of W3C Trace Context. For servers
     with `TRACES` in their `Welcome`."""
 
-    traceparent: str = ""
+    traceparent: r.Text = ""
 
 
 class Cancel(Message, tag="cancel"):
     """The lookup, the explanation or the wait for stores with this rid is no longer wanted. Answered by `Done`; what it
     names is answered too, with what there is."""
 
-    rid: int
-    lookup: int
+    lookup: r.U64
 
 
 class QueryPrefetchStatus(Message, tag="query_prefetch_status"):
-    rid: int
-    job: int
+    job: r.U64
 
 
 class QueryLookupHits(Message, tag="query_lookup_hits"):
     """Answered as soon as the hits are known, before the loads end."""
 
-    rid: int
-    job: int
+    job: r.U64
 
 
 class FreeLookupLocks(Message, tag="free_lookup_locks"):
-    rid: int
-    promises: list[int]
+    promises: r.U64s
 
 
 class RedeemPromise(Message, tag="redeem_promise"):
     """These keys of a promise were read without a lease: it no longer holds them, but still holds the others. From any
     session of the namespace. Answered by `Done`: how many of the keys were held."""
 
-    rid: int
-    promise: int
-    namespace: int
-    keys: bytes
+    promise: r.U64
+    namespace: r.U64
+    keys: r.Blob
 
 
 class PrepareStore(Message, tag="prepare_store"):
     """`lease` 0 opens a lease; otherwise the keys are the next page of that one."""
 
-    rid: int
-    namespace: int
-    keys: bytes
-    lease: int = 0
+    namespace: r.U64
+    keys: r.Blob
+    lease: r.U64 = 0
 
 
 class TracedPrepareStore(PrepareStore, tag="traced_prepare_store"):
     """A store that belongs to a trace. See `TracedLookup`."""
 
-    traceparent: str = ""
+    traceparent: r.Text = ""
 
 
 class Settle(Message):
     """Settle positions of a lease: `count` of them from `first`, or those packed as u32 in `positions`."""
 
-    rid: int
-    lease: int
-    first: int = 0
-    count: int = 0
-    positions: bytes = b""
+    lease: r.U64
+    first: r.Position = 0
+    count: r.KeyCount = 0
+    positions: r.KeyU32s = b""
 
 
 class CommitStore(Settle, tag="commit_store"):
     """`checksums`: the xxh3_64 of each position's bytes as packed u64, 0 if unknown; or empty."""
 
-    checksums: bytes = b""
+    checksums: r.KeyU64s = b""
 
 
 class AbortStore(Settle, tag="abort_store"):
@@ -169,11 +171,10 @@ class PrepareRetrieve(Message, tag="prepare_retrieve"):
     """`prefix`: grant only up to the first missing key. `promise` is redeemed by this. `verify`: also return the
     checksums; `identify`: also return the granted incarnations."""
 
-    rid: int
-    namespace: int
-    keys: bytes
-    lease: int = 0
-    promise: int = 0
+    namespace: r.U64
+    keys: r.Blob
+    lease: r.U64 = 0
+    promise: r.U64 = 0
     prefix: bool = False
     verify: bool = False
     identify: bool = False
@@ -189,38 +190,33 @@ class Drop(Message, tag="drop"):
     objects with these keys from the tiers. `damaged`: their bytes are not what was stored. Answered by `Done`: how many
     were in the pool."""
 
-    rid: int
-    namespace: int
-    keys: bytes
-    incarnations: bytes
+    namespace: r.U64
+    keys: r.Blob
+    incarnations: r.KeyU64s
     tiers: bool = False
     damaged: bool = False
 
 
 class RenewLease(Message, tag="renew_lease"):
-    rid: int
-    lease: int
+    lease: r.U64
 
 
 class LeaseStatusOf(Message, tag="lease_status"):
-    rid: int
-    lease: int
+    lease: r.U64
 
 
 class EndSession(Message, tag="end_session"):
     """Release the session's promises and these leases (None: every lease). With `goodbye` the session itself ends, and
     every lease with it."""
 
-    rid: int
     goodbye: bool = False
-    leases: list[int] | None = None
+    leases: r.U64s | None = None
 
 
 class Clear(Message, tag="clear"):
     """A fence over one namespace, or over all (None). `tiers`: nothing older comes back from a tier either."""
 
-    rid: int
-    namespace: int | None
+    namespace: r.U64 | None
     tiers: bool = False
 
 
@@ -228,9 +224,8 @@ class Explain(Message, tag="explain"):
     """Where are these keys, or why are they missing? Only for namespaces of this session; at most `EXPLAIN_KEYS_MAX`
     keys. The reply waits until the tiers have answered, or for `TIER_LOOKUP_S`."""
 
-    rid: int
-    namespace: int
-    keys: bytes
+    namespace: r.U64
+    keys: r.Blob
 
 
 class WaitStored(Message, tag="wait_stored"):
@@ -238,40 +233,34 @@ class WaitStored(Message, tag="wait_stored"):
     waits until none of the keys is on its way to a tier any more, `wait_s` at most (no longer than
     `STORED_WAIT_S_MAX`). Answered by `Explained`, where a byte of `found` is 2 for a key that is on its way."""
 
-    rid: int
-    namespace: int
-    keys: bytes
-    wait_s: float = 0.0
+    namespace: r.U64
+    keys: r.Blob
+    wait_s: r.Seconds = 0.0
 
 
 class Pin(Message, tag="pin"):
-    rid: int
-    namespace: int
-    keys: bytes
-    ttl_s: float
+    namespace: r.U64
+    keys: r.Blob
+    ttl_s: r.Seconds
 
 
 class Unpin(Message, tag="unpin"):
-    rid: int
-    namespace: int
-    keys: bytes
+    namespace: r.U64
+    keys: r.Blob
 
 
 class Tiers(Message, tag="tiers"):
     """The tiers with their status and settings."""
-
-    rid: int
 
 
 class ChangeTier(Message, tag="change_tier"):
     """`action`: add, drain, remove or reconfigure. `values` as in a table of the settings file, `texts` as in flags,
     by dotted name. Answered by `Done`. Over the lifeline only, and only for the server's own user."""
 
-    rid: int
-    action: str
-    tier: str
-    values: dict[str, Any] = {}
-    texts: dict[str, str] = {}
+    action: r.Name
+    tier: r.TierName
+    values: r.Values = {}
+    texts: dict[r.Name, r.Text] = {}
 
 
 class ReportBlocks(Message, tag="report_blocks"):
@@ -279,32 +268,21 @@ class ReportBlocks(Message, tag="report_blocks"):
     hash before the first of them. For a namespace of this session. Answered by `Done`: how many of the keys were passed
     on; 0 if nobody wants blocks."""
 
-    rid: int
-    namespace: int
-    keys: bytes
-    hashes: list[bytes]
-    parent: bytes | None
-    block_size: int
-    lora_id: int | None = None
-    lora_name: str | None = None
-    group: int | None = None
-    token_ids: list[int] = []
-
-
-class ChangeRecording(Message, tag="change_recording"):
-    """Record the server's requests into `dir`, on its machine; None: stop. `settings` as in the table [record].
-    Answered by `Done`. Only over the lifeline, and only for the server's own user."""
-
-    rid: int
-    dir: str | None
-    settings: dict[str, Any] = {}
+    namespace: r.U64
+    keys: r.Blob
+    hashes: Annotated[list[r.BlockHash], Meta(max_length=BATCH_KEYS_MAX)]
+    parent: r.BlockHash | None
+    block_size: r.Positive
+    lora_id: r.U64 | None = None
+    lora_name: r.Name | None = None
+    group: r.U32 | None = None
+    token_ids: Annotated[list[r.U32], Meta(max_length=FRAME_BYTES_MAX)] = []
 
 
 class QuotasRequest(Message, tag="quotas"):
     """The tenants with a quota and what they use, from number `first` on."""
 
-    rid: int
-    first: int = 0
+    first: r.U32 = 0
 
 
 class SetQuota(Message, tag="set_quota"):
@@ -312,64 +290,55 @@ class SetQuota(Message, tag="set_quota"):
     `limit_bytes`, or None. Stores that are not named stay as they are. Answered by `Done`. Only over the lifeline, and
     only for the server's own user."""
 
-    rid: int
-    tenant: str
-    namespaces: list[int] | None = None
-    stores: dict[str, dict[str, int | None]] = {}
+    tenant: r.Name
+    namespaces: r.U64s | None = None
+    stores: dict[r.TierName, dict[r.Name, r.I63 | None]] = {}
 
 
 class RemoveQuota(Message, tag="remove_quota"):
     """Remove a tenant. Answered by `Done`. Allowed as for `SetQuota`."""
 
-    rid: int
-    tenant: str
+    tenant: r.Name
 
 
 class Operate(Message, tag="operate"):
     """Call an operation of a companion by its documented names. Answered by `Operated`. Only over the lifeline, and
     only for the server's own user."""
 
-    rid: int
-    companion: str
-    operation: str
-    arguments: dict[str, Any] = {}
+    companion: r.Name
+    operation: r.Name
+    arguments: r.Values = {}
 
 
 class CallOperation(Message, tag="call_operation"):
     """Call an operation that a plugin added. `body`: its own request, as MessagePack. Answered by `OperationReply`.
     Only over the lifeline, and only for the server's own user."""
 
-    rid: int
-    operation: str
-    body: bytes
+    operation: r.Name
+    body: r.Blob
 
 
-class GetChunkSize(Message, tag="get_chunk_size"):
-    rid: int
+class GetChunkSize(Message, tag="get_chunk_size"): ...
 
 
-class StatusRequest(Message, tag="status"):
-    rid: int
+class StatusRequest(Message, tag="status"): ...
 
 
 class ConfigRequest(Message, tag="config"):
     """The server's settings, secrets hidden; for its own user."""
 
-    rid: int
-
 
 class Ping(Message, tag="ping"):
-    rid: int
-    payload: bytes = b""
+    payload: r.Blob = b""
 
 
-class Noop(Message, tag="noop"):
-    rid: int
+class Noop(Message, tag="noop"): ...
 
 
 Request = (
     Hello
     | Attach
+    | AttachUnlocked
     | RegisterLayout
     | LookupRequest
     | TracedLookup
@@ -397,7 +366,6 @@ Request = (
     | Tiers
     | ChangeTier
     | ReportBlocks
-    | ChangeRecording
     | QuotasRequest
     | SetQuota
     | RemoveQuota

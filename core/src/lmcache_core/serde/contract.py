@@ -44,7 +44,9 @@ class Serde(ABC):
     def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
         """The most bytes that `encode` returns for an object of `nbytes`.
 
-        Lengths read from a medium are checked against it before anything is allocated.
+        Lengths read from a medium are checked against it before anything is allocated. Raises `UsageError` for a layout
+        that this serde cannot encode: it is asked before the first object of a layout is accepted, and objects that a
+        tier could never store are refused then.
         """
 
     def encoded_layout(self, layout: Layout, nbytes: int) -> Layout:
@@ -63,6 +65,6 @@ class Serde(ABC):
     def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         """Decode the object of `layout` into `into`, all `into.nbytes` of it.
 
-        Raises `DamagedObjectError` if `src` is not what `encode` returned for this key and layout: the object is set
-        aside. Raises `MismatchedObjectError` if it may be valid with other settings: the object is left alone.
+        Raises `DamagedObjectError` if `src` is not what `encode` returned for this key and layout: the object
+        counts as damaged. Raises `MismatchedObjectError` if it may be valid with other settings: the object stays.
         """

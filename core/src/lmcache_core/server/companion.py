@@ -15,7 +15,7 @@ from lmcache_core.errors import UsageError
 if TYPE_CHECKING:
     from lmcache_core.kernel.objects import Incarnation, Named
     from lmcache_core.pool.layout import Layout
-    from lmcache_core.server.l1 import L1
+    from lmcache_core.server.pool.l1 import L1
 
 __all__ = [
     "Companion",
@@ -49,7 +49,7 @@ class CompanionContext:
         return self._l1.view(item.offset, nbytes)
 
     def used(self, named: Sequence[tuple[int, bytes]]) -> None:
-        """Tell the L1's eviction policy that these (namespace, key) were read somewhere other than in the L1."""
+        """Report to the L1's eviction policy that these (namespace, key) were read somewhere other than in the L1."""
         self._l1.kernel.used(named, self.now)
 
 
@@ -59,7 +59,7 @@ class Companion(ABC):
     and no call may take longer than 2 ms.
 
     The server guarantees that `committed` and `left` are called before any reply says that these objects were stored,
-    evicted, dropped or cleared. A companion that raises there, in `read` or in `step` is abandoned: only `abandon`,
+    evicted, dropped or cleared. A companion that raises there, in `read` or in `step` is disabled: only `abandon`,
     `status` and `close` are called from then on.
     """
 

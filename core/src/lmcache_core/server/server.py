@@ -19,34 +19,33 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from lmcache_core import limits
 from lmcache_core import native as extension
 from lmcache_core.clock import Clock
 from lmcache_core.errors import UntrustedError, UsageError
-from lmcache_core.limits import (
-    HOUSEKEEPING_S,
-    INDEX_SWEEP_PAUSE_S,
-    LIMIT_WARNING_PAUSE_S,
-    READY_WAIT_S,
-    SWITCH_INTERVAL_S,
-)
+from lmcache_core.guard import on_failure
 from lmcache_core.observe.lines import named
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.backing import Access
 from lmcache_core.pool.segment import name_exists
 from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.address import make_server_directory
 from lmcache_core.protocol.codec import encode
 from lmcache_core.server.build import build
 from lmcache_core.server.dispatch import Dispatch
-from lmcache_core.server.end_signals import EndSignals
-from lmcache_core.server.lifeline import LifelinePeer
-from lmcache_core.server.service_manager import ServiceManager
+from lmcache_core.server.peers.ipc_carrier import IpcCarrier
+from lmcache_core.server.peers.lifeline import LifelinePeer
+from lmcache_core.server.process.end_signals import EndSignals
+from lmcache_core.server.process.names import Names
+from lmcache_core.server.process.service_manager import ServiceManager
 from lmcache_core.server.status import describe
 from lmcache_core.settings.model import Settings
-from lmcache_core.trust import words_for_stranger
+from lmcache_core.state_thread import remove_name
+from lmcache_core.trust import refusal_message
 
 if TYPE_CHECKING:
-    from lmcache_core.server.parts import Parts
-    from lmcache_core.server.session import Peer
+    from lmcache_core.server.peers.session import Peer
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -58,77 +57,56 @@ class Server:
     def __init__(self, settings: Settings, registry: Registry | None = None, clock: Clock | None = None) -> None:
         """`registry`: None for all installed plugins."""
         with contextlib.ExitStack() as undo:
-            parts = build(settings, load_plugins() if registry is None else registry, clock or Clock(), undo)
-            self._take(parts)
-            self.listener.serve(self._accept)
-            self.populator.start()
-            self.l1.serve_index(True)
-            if settings.record.dir is not None:
-                self.recording.start(settings.record)
+            self.parts = parts = build(
+                settings, load_plugins() if registry is None else registry, clock or Clock(), undo
+            )
+            parts.loop.on_fault = parts.kernel.put_right
+            self.names = Names(
+                [parts.listener, *(carrier for carrier in parts.carriers if isinstance(carrier, IpcCarrier))],
+                lambda: parts.segment.claims,
+                self._make_directory,
+                parts.loop.call,
+            )
+            self.service_manager = ServiceManager()
+            self.dispatch = Dispatch(parts, lambda: describe(self))
+            self.started_at_s = time.time()
+            self.name_lost = False
+            self._refusal_logged_at_s = -limits.LIMIT_WARNING_PAUSE_S
+            self.draining = False
+            self.longest_turn_objects = 0  # touched in one turn of the loop, at most
+            self.end_faults = 0  # steps of the shutdown that failed; the others were done
+            self._scribbled = False
+            self._lanes_ended = True
+            self._keeps_pool = False
+            self._thread: threading.Thread | None = None
+            self._arrivals: deque[socket.socket] = deque()  # clients in this process, until the loop accepts them
+            self.drain_until_s: float | None = None
+            self._chores_at_s = 0.0
+            parts.listener.serve(self._accept)
+            parts.populator.start()
+            parts.l1.serve_index(not parts.request_watch.on)
             undo.pop_all()
 
-    def _take(self, parts: Parts) -> None:
-        self.settings = parts.settings
-        self.registry = parts.registry
-        self.clock = parts.clock
-        self.segment = parts.segment
-        self.loop = parts.loop
-        self.kernel = parts.kernel
-        self.shares = parts.shares
-        self.l1 = parts.l1
-        self.adopting = parts.adopting
-        self.tiers = parts.tiers
-        self.events = parts.events
-        self.tracing = parts.tracing
-        self.companions = parts.companions
-        self.quotas = parts.quotas
-        self.lookups = parts.lookups
-        self.namespaces = parts.namespaces
-        self.store_waits = parts.store_waits
-        self.stores = parts.stores
-        self.sessions = parts.sessions
-        self.clears = parts.clears
-        self.stored_waits = parts.stored_waits
-        self.recording = parts.recording
-        self.operations = parts.operations
-        self.listener = parts.listener
-        self.carriers = parts.carriers
-        self.helpers = parts.helpers
-        self.populator = parts.populator
-        self._housekeeping = parts.housekeeping
-        self._directory = parts.directory
-        self.service_manager = ServiceManager()
-        self.dispatch = Dispatch(parts, lambda: describe(self))
-        self.started_at_s = time.time()
-        self.name_lost = False
-        self._refusal_told_at_s = -LIMIT_WARNING_PAUSE_S
-        self.draining = False
-        self.longest_turn_objects = 0  # touched in one turn of the loop, at most
-        self.end_faults = 0  # steps of the shutdown that failed; the others were done
-        self._scribbled = False
-        self._lanes_ended = True
-        self._keeps_pool = False
-        self._thread: threading.Thread | None = None
-        self._arrivals: deque[socket.socket] = deque()  # clients in this process, until the loop accepts them
-        self.drain_until_s: float | None = None
-        self._chores_at_s = 0.0
+    def _make_directory(self) -> None:
+        settings = self.parts.settings
+        make_server_directory(settings.name, settings.runtime_dir, Access(settings.l1.access), settings.l1.gids)
 
     @property
     def tiering(self) -> Tiering | None:
         """None: there has never been a tier."""
-        return self.l1.tiering
+        return self.parts.l1.tiering
 
     @property
     def address(self) -> str:
         """Where clients on the node connect."""
-        return str(self.listener.path)
+        return str(self.parts.listener.path)
 
     # --- running ------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[str], None] | None = None, signals: EndSignals | None = None) -> int:
         """Serve in this thread until SIGTERM or SIGINT; returns the exit status. Only in the main thread. `signals`:
         from a caller that has handled them since before this server was made."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        sys.setswitchinterval(limits.SWITCH_INTERVAL_S)
         # A full garbage collection over a million residents stalls for 160 ms, and one of 50,000 young objects for 4.
         # Current objects are frozen; young ones are collected a few at a time, and again in housekeeping; the data path
         # makes no longer-lived cycles.
@@ -136,16 +114,13 @@ class Server:
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
         with contextlib.ExitStack() as stack:
-            (signals or stack.enter_context(EndSignals())).tell(lambda: self.loop.call(self.begin_drain))
-            try:
+            (signals or stack.enter_context(EndSignals())).tell(lambda: self.parts.loop.call(self.begin_drain))
+            with on_failure(self._close):
                 self._started()
                 if on_ready is not None:
-                    self.populator.wait_begun(READY_WAIT_S)  # callers that wait for this store at once
+                    self.parts.populator.wait_begun(limits.READY_WAIT_S)  # callers that wait for this store at once
                     on_ready(self.address)
                 self.service_manager.ready()
-            except BaseException:
-                self._close()
-                raise
             self._serve()
         return 1 if self.end_faults else 0
 
@@ -154,43 +129,40 @@ class Server:
         until all of the pool is populated, so that no store is answered WARMING; raises `PoolError` if there is not
         enough memory."""
         if self._thread is not None:
-            raise UsageError(f"server {self.settings.name!r} was already started: make a new Server")
+            raise UsageError(f"server {self.parts.settings.name!r} was already started: make a new Server")
         self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
         self._thread.start()
-        try:
+        with on_failure(self.stop):
             self._started()
             if wait:
-                self.populator.wait_heard()
-        except BaseException:
-            self.stop()
-            raise
+                self.parts.populator.wait_known()
         return self
 
     def stop(self) -> None:
         """Drain and end; in embedded mode, waits for that. Safe from any thread and from signal handlers."""
-        self.loop.call(self.begin_drain)
+        self.parts.loop.call(self.begin_drain)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def connect(self, client_name: str = "embedded", *, maps_pool: bool = True, use_index: bool = True) -> Any:
         """A client of this server over a socket pair, without anything in the file system."""
         from lmcache_core.client.client import Client
-        from lmcache_core.client.link import Target
+        from lmcache_core.client.link.link import Target
 
-        target = Target(self.settings.name, None, None, None, client_name, maps_pool, self._open_pair, use_index)
+        target = Target(self.parts.settings.name, None, None, None, client_name, maps_pool, self._open_pair, use_index)
         return Client(target)
 
     def _open_pair(self) -> Any:
-        from lmcache_core.client.connection import LifelineConnection
+        from lmcache_core.client.link.connection import LifelineConnection
         from lmcache_core.errors import DisconnectedError
 
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._arrivals.append(ours)
-        self.loop.call(self._accept_arrivals)
-        if self.loop.ended:  # perhaps just now: it runs nothing any more
+        self.parts.loop.call(self._accept_arrivals)
+        if self.parts.loop.ended:  # perhaps just now: it runs nothing any more
             self._close_arrivals()
             theirs.close()
-            raise DisconnectedError(f"the embedded server {self.settings.name!r} has ended")
+            raise DisconnectedError(f"the embedded server {self.parts.settings.name!r} has ended")
         return LifelineConnection(theirs)
 
     def _accept_arrivals(self) -> None:
@@ -205,60 +177,66 @@ class Server:
 
     def _serve(self) -> None:
         try:
-            self.loop.run(self._tick)
+            self.parts.loop.run(self._tick)
         finally:
             self._close()
 
     # --- a turn of the loop -------------------------------------------------------------------------------
 
     def _tick(self) -> float | None:
-        now, kernel, tiering = self.clock.now, self.kernel, self.tiering
+        parts = self.parts
+        now, kernel, l1 = parts.clock.now, parts.kernel, parts.l1
+        tiering = l1.tiering
         more = False
-        if kernel.clearing or self.clears.waiting:  # most turns have nothing to do here, and calls cost time
-            more |= self.clears.step()
-        if kernel.working or self.l1.preparing:
-            more |= self.l1.make_room()
+        clears = parts.clears  # most turns have nothing to do here, and calls cost time
+        if kernel.clearing or clears.waiting or clears.unnoted:
+            more |= clears.step()
+        if kernel.working or l1.preparing:
+            more |= l1.make_room()
         make = None
-        if self.adopting is not None:
-            make = self.adopting.due
+        if parts.adopting is not None:
+            make = parts.adopting.due
             if make is not None and make <= now:
-                more |= self.adopting.step(now)
-                make = self.adopting.due
-        for carrier in self.carriers:
+                more |= parts.adopting.step(now)
+                make = parts.adopting.due
+        for carrier in parts.carriers:
             more |= carrier.pump(self.dispatch.on_frame)
-        reply = room = tiers = work = stored = None
         if tiering is not None:
             tiering.step()
-            self.lookups.after_step()
-            more |= self.store_waits.step()
-            self.stored_waits.step()
+            parts.lookups.after_step()
+            more |= parts.tier_waits.step()
+            parts.stored_waits.step()
         due = kernel.next_deadline()
         if due is not None and due <= now:
             kernel.expire(now)
             due = kernel.next_deadline()
-        check = self.sessions.next_check()
+        check = parts.sessions.next_check()
         if check is not None and check <= now:
-            self.sessions.check(now)
-            check = self.sessions.next_check()
-        if now >= self._housekeeping.at_s:
+            parts.sessions.check(now)
+            check = parts.sessions.next_check()
+        if now >= parts.housekeeping.at_s:
             self._keep_house(now)
-        if self.l1.companions is not None:
-            self.companions.step(now)
-        self.l1.apply()
+        parts.companions.step(now)
+        l1.apply()
         if self.drain_until_s is not None and self._drained(now):
-            self.loop.stop()
+            parts.loop.stop()
         touched = kernel.take_touched()
         if touched > self.longest_turn_objects:
             self.longest_turn_objects = touched
         if more:
             return now
+        next_s = parts.housekeeping.at_s
+        deadlines: tuple[float | None, ...] = (due, check, make, parts.companions.next_step())
         if tiering is not None:  # without tiers nobody waits for one, or for room
-            reply, room, tiers = self.lookups.next_reply_s, self.store_waits.next_at_s, tiering.next_deadline()
-            stored = self.stored_waits.next_at_s
-        if self.l1.companions is not None:
-            work = self.companions.next_step()
-        next_s = self._housekeeping.at_s
-        for each in (due, check, make, reply, room, tiers, work, stored):
+            deadlines += (
+                parts.lookups.next_reply_s,
+                parts.tier_waits.next_at_s,
+                parts.stored_waits.next_at_s,
+                tiering.next_deadline(),
+            )
+        if parts.carriers:
+            deadlines += tuple(carrier.next_check for carrier in parts.carriers)
+        for each in deadlines:
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
@@ -267,91 +245,103 @@ class Server:
         """Report reads, evict for headroom, and check the pool's name. The first two go in bounded steps. While there
         is more to evict, the next turn comes at once, after everybody's next message; reads are reported with pauses,
         so that they never become the server's main work, however much workers read in place."""
+        parts = self.parts
         self.service_manager.alive(now)
-        more = self.l1.note_uses()
-        freed = self.kernel.trim(now)
-        self._housekeeping.at_s = now if freed else now + (INDEX_SWEEP_PAUSE_S if more else HOUSEKEEPING_S)
+        parts.state_thread.step(now)
+        more = parts.l1.note_uses()
+        freed = parts.kernel.trim(now)
+        parts.housekeeping.at_s = (
+            now if freed else now + (limits.INDEX_SWEEP_PAUSE_S if more else limits.HOUSEKEEPING_S)
+        )
         if not freed and now >= self._chores_at_s:
-            self._chores_at_s = now + HOUSEKEEPING_S
-            if self._thread is None and self.adopting is not None and self.adopting.makes_objects:
+            self._chores_at_s = now + limits.HOUSEKEEPING_S
+            if self._thread is None and parts.adopting is not None and parts.adopting.makes_objects:
                 gc.freeze()  # a hundred thousand of them in this time: scanning them took up to 18 ms
             elif gc.get_count()[1]:  # young cycles, before they get too old for the collector to scan
                 gc.collect(1)
-            if self.l1.index is not None:
-                self.l1.index.keep_places(self.kernel.adoption.under_way)
-                self.l1.index.tidy()
-            if self.name_lost != (not name_exists(self.segment)):
+            if parts.l1.index is not None:
+                parts.l1.index.keep_places(parts.kernel.adoption.under_way)
+                parts.l1.index.tidy()
+            if self.name_lost != (not name_exists(parts.segment)):
                 self.name_lost = not self.name_lost
                 if self.name_lost:
-                    words, told = "the name of pool %r was deleted: serving goes on by descriptor", "name_lost"
+                    text, fields = "the name of pool %r was deleted: serving goes on by descriptor", "name_lost"
                 else:
-                    words, told = "the name of pool %r is back: clients may attach by it again", "name_back"
-                log.warning(words, self.settings.name, extra=named(told))
+                    text, fields = "the name of pool %r is back: clients may attach by it again", "name_back"
+                log.warning(text, parts.settings.name, extra=named(fields))
             self._repair()
-            if self.l1.taps is not None:
-                self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
-            self.listener.resume()
-            self.recording.check()
-            if self.tracing is not None:
-                self.tracing.check()
-            self.sessions.drop_silent(now)
+            parts.observer.check(parts.loop.faults + self.dispatch.counters["internal_errors"])
+            parts.listener.resume()
+            parts.populator.tend(now)
+            parts.sessions.drop_silent(now)
 
     def _repair(self) -> None:
         """Workers map the pool writable: rewrite what one has overwritten."""
-        if self.segment.repair() and not self._scribbled:
+        if self.parts.segment.repair() and not self._scribbled:
             self._scribbled = True
             log.warning(
                 "pool %r: another process has overwritten its tables; they are repaired, and status "
                 "counts it: look for a "
                 "worker that writes outside its slots",
-                self.settings.name,
+                self.parts.settings.name,
             )
 
     def _drained(self, now: float) -> bool:
-        idle = not self.kernel.clearing and not self.kernel.working and (self.tiering is None or self.tiering.drained)
+        idle = (
+            not self.parts.kernel.clearing
+            and not self.parts.kernel.working
+            and (self.tiering is None or self.tiering.drained)
+        )
         return idle or self.drain_until_s is None or now >= self.drain_until_s
 
     def begin_drain(self) -> None:
         """Accept nothing new, and write everything that is waiting for tiers. Whatever these steps do, the server ends
         within `drain_s`."""
+        parts = self.parts
         if self.drain_until_s is None:
             self.draining = True
-            self.drain_until_s = self.clock.now + self.settings.drain_s
-            name, drain_s = self.settings.name, self.settings.drain_s
-            told = named("draining", drain_s=drain_s)
-            log.info("%r drains, for %g s at most: new stores are refused", name, drain_s, extra=told)
-            if self.l1.taps is not None:
-                self.l1.taps.drain_begun(self.settings.drain_s)
+            self.drain_until_s = parts.clock.now + parts.settings.drain_s
+            name, drain_s = parts.settings.name, parts.settings.drain_s
+            fields = named("draining", drain_s=drain_s)
+            log.info(
+                "%r is shutting down: it drains for %g s at most, and refuses new stores",
+                name,
+                drain_s,
+                extra=fields,
+            )
+            parts.observer.drain_begun(parts.settings.drain_s)
             self._end_by(
                 ("telling the service manager", self.service_manager.stopping),
-                ("refusing new stores", self.kernel.begin_drain),
-                ("answering the stores that wait", self.store_waits.end),
-                ("telling the plugins", self.registry.hook.lmcache_stopping),
+                ("refusing new stores", parts.kernel.begin_drain),
+                ("answering the stores that wait", parts.tier_waits.end),
+                ("telling the plugins", parts.registry.hook.lmcache_stopping),
                 ("draining the tiers", self._drain_tiers),
             )
 
     def _started(self) -> None:
-        l1, tiers = self.settings.l1, [] if self.tiering is None else sorted(self.settings.l2)
+        parts = self.parts
+        l1, tiers = parts.settings.l1, [] if self.tiering is None else sorted(parts.settings.l2)
         log.info(
             "%r serves a pool of %s bytes (%s, %s) with %s at %s",
-            self.settings.name,
-            f"{self.kernel.usage().pool_bytes:,}",
+            parts.settings.name,
+            f"{parts.kernel.usage().pool_bytes:,}",
             l1.backing,
             l1.eviction.type,
             f"tiers {', '.join(tiers)}" if tiers else "no tier",
-            ", ".join([self.address, *(carrier.address for carrier in self.carriers)]),
-            extra=named("serving", pool_bytes=self.kernel.usage().pool_bytes, backing=l1.backing, tiers=tiers),
+            ", ".join([self.address, *(carrier.address for carrier in parts.carriers)]),
+            extra=named("serving", pool_bytes=parts.kernel.usage().pool_bytes, backing=l1.backing, tiers=tiers),
         )
         if extension.why_not:
             level = logging.INFO if extension.mode == "off" else logging.WARNING
             why, cost, cure = extension.why_not, extension.COST_WITHOUT, extension.cure()
             log.log(level, "%s; so %s. To have it: %s", why, cost, cure, extra=named("no_c_extension", why=why))
-        self.helpers.start()
-        self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
+        self.names.start()
+        parts.helpers.start()
+        parts.registry.hook.lmcache_started(settings=parts.settings, address=self.address)
 
     def _accept(self, sock: socket.socket) -> None:
         try:
-            peer = LifelinePeer(sock, self.loop, self.dispatch.on_frame, self.peer_ended)
+            peer = LifelinePeer(sock, self.parts.loop, self.dispatch.on_frame, self.peer_ended, self.parts.unread)
         except OSError:  # it has already hung up
             sock.close()
             return
@@ -359,26 +349,27 @@ class Server:
 
     def admit(self, peer: LifelinePeer) -> None:
         """Let a connected peer say hello, or refuse it."""
+        parts = self.parts
         ours = peer.uid in (0, os.geteuid())
-        in_group = self.settings.l1.access == "group" and not peer.gids().isdisjoint(self.settings.l1.gids)
+        in_group = parts.settings.l1.access == "group" and not peer.gids().isdisjoint(parts.settings.l1.gids)
         if not ours and not in_group:
             self.dispatch.counters["refused_peers"] += 1
-            peer.turn_away(encode(m.Error(0, UntrustedError.code, words_for_stranger(peer.uid), "never")))
-            self._tell_of_refusal(peer)
-        self.sessions.connected(peer, self.clock.now)
+            peer.turn_away(encode(m.Error(0, UntrustedError.code, refusal_message(peer.uid), "never")))
+            self._log_refusal(peer)
+        parts.sessions.connected(peer, parts.clock.now)
 
-    def _tell_of_refusal(self, peer: LifelinePeer) -> None:
-        now, refused = self.clock.now, self.dispatch.counters["refused_peers"]
-        if now - self._refusal_told_at_s >= LIMIT_WARNING_PAUSE_S:
-            self._refusal_told_at_s = now
-            told = named("peer_refused", uid=peer.uid, pid=peer.pid, refused=refused)
-            words = "a process of user %s (pid %s) was turned away; refused so far: %d"
-            log.warning(words, peer.uid, peer.pid, refused, extra=told)
+    def _log_refusal(self, peer: LifelinePeer) -> None:
+        now, refused = self.parts.clock.now, self.dispatch.counters["refused_peers"]
+        if now - self._refusal_logged_at_s >= limits.LIMIT_WARNING_PAUSE_S:
+            self._refusal_logged_at_s = now
+            fields = named("peer_refused", uid=peer.uid, pid=peer.pid, refused=refused)
+            text = "a process of user %s (pid %s) was turned away; refused so far: %d"
+            log.warning(text, peer.uid, peer.pid, refused, extra=fields)
 
     def peer_ended(self, peer: Peer) -> None:
         """Its connection has ended."""
-        self.sessions.lost(peer, self.clock.now)
-        self.l1.apply()
+        self.parts.sessions.lost(peer, self.parts.clock.now)
+        self.parts.l1.apply()
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -387,95 +378,96 @@ class Server:
         for what, step in steps:
             try:
                 step()
-            except BaseException:
+            except BaseException:  # an interrupt, too: whoever sends it wants this end
                 self.end_faults += 1
-                log.exception("pool %r: %s failed; the shutdown continues", self.settings.name, what)
+                log.exception("pool %r: %s failed; the shutdown continues", self.parts.settings.name, what)
 
     def _close(self) -> None:
         """Close everything that was opened, in reverse order; the mapping itself ends with its last view."""
-        log.info("%r ends%s", self.settings.name, self._owed(), extra=named("ending"))
+        parts = self.parts
+        log.info("%r closes%s", parts.settings.name, self._owed(), extra=named("ending"))
         self._end_by(
-            ("ending the recording", self.recording.stop),
-            ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
-            ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
-            ("ending the helpers", self.helpers.close),
-            ("closing the lifeline", self.listener.close),
-            *(("closing a carrier", carrier.close) for carrier in self.carriers),
-            ("ending the sessions", self.sessions.close),
-            ("ending the operations", self.operations.close),
-            ("ending the companions", self.companions.close),
+            ("ending the watch on requests", parts.request_watch.close),
+            ("saying that nobody answers for the index", lambda: parts.segment.serve(0)),
+            ("ending the population", lambda: parts.populator.stop(timeout_s=5.0)),
+            ("ending the helpers", parts.helpers.close),
+            ("ending the watch on its names", self.names.stop),
+            ("closing the lifeline", parts.listener.close),
+            *(("closing a carrier", carrier.close) for carrier in parts.carriers),
+            ("ending the sessions", parts.sessions.close),
+            ("ending the operations", parts.operations.close),
+            ("ending the companions", parts.companions.close),
             ("closing the tiers", self._close_tiers),
             ("freeing what was cleared", self._free_cleared),
-            ("carrying out what was decided", self.l1.apply),
-            ("ending the event subscribers", self._close_events),
-            ("ending the traces", self._close_tracing),
+            ("carrying out what was decided", parts.l1.apply),
+            ("ending the event subscribers and the tracer", parts.observer.close),
             ("deciding whether to keep the pool", self._decide_keeping),
-            ("closing the loop", self.loop.close),
+            ("ending the work on state files", parts.state_thread.close),
+            ("closing the loop", parts.loop.close),
             ("turning away who came too late", self._close_arrivals),
             ("closing what was adopted", self._close_former),
             ("closing the index", self._close_index),
-            ("closing the pool", lambda: self.segment.close(keep=self._keeps_pool)),
+            ("closing the pool", lambda: parts.segment.close(keep=self._keeps_pool)),
             ("removing the directory", self._remove_directory),
         )
 
     def _owed(self) -> str:
-        """The objects of the pool that no tier has, in words."""
-        owed = {} if self.tiering is None else self.tiering.owed
-        said = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items() if objects)
-        return f"; of its objects there are {said}" if said else ""
+        """What the tiers lack of the pool, and what they should not have any more, in words."""
+        if self.tiering is None:
+            return ""
+        owed, left = self.tiering.owed, self.tiering.owed_deletes
+        lacking = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items() if objects)
+        had = ", ".join(f"tier {tier} may still have {objects:,}" for tier, objects in left.items() if objects)
+        return (f"; of its objects there are {lacking}" if lacking else "") + (
+            f"; of what was dropped {had}" if had else ""
+        )
 
     def _drain_tiers(self) -> None:
         if self.tiering is not None:
             self.tiering.begin_drain()
 
-    def _close_events(self) -> None:
-        if self.events is not None:
-            self.events.close()
-
-    def _close_tracing(self) -> None:
-        if self.tracing is not None:
-            self.tracing.close()
-
     def _close_index(self) -> None:
-        if self.l1.index is not None:
-            self.l1.index.close()  # it keeps the mapping
+        if self.parts.l1.index is not None:
+            self.parts.l1.index.close()  # it keeps the mapping
 
     def _close_former(self) -> None:
-        if self.adopting is not None:
-            self.adopting.close()
+        if self.parts.adopting is not None:
+            self.parts.adopting.close()
 
     def _close_tiers(self) -> None:
         self._lanes_ended = False  # until it is known that no call may touch the pool
         self._lanes_ended = self.tiering is None or self.tiering.close()
         if not self._lanes_ended:
-            log.warning("a tier's call has not returned: its thread is abandoned, with the memory that it may touch")
+            log.warning("a tier's call has not returned: its thread and the memory that it may touch are left behind")
 
     def _free_cleared(self) -> None:
-        while self.settings.l1.keep_pool and self.kernel.clearing:
-            self.kernel.free_cleared(self.clock.now)  # otherwise the next server would find what was cleared here
+        parts = self.parts
+        while parts.settings.l1.keep_pool and parts.kernel.clearing:
+            parts.kernel.free_cleared(parts.clock.now)  # otherwise the next server would find what was cleared here
 
     def _remove_directory(self) -> None:
         with contextlib.suppress(OSError):  # another server may already be here, or a user's file
-            self._directory.rmdir()
+            remove_name(self.parts.directory, self.parts.directory.rmdir)
 
     def _decide_keeping(self) -> None:
         """Keep the pool for the next server, if requested and nothing of ours can touch it any more."""
-        if not self.settings.l1.keep_pool:
+        parts = self.parts
+        if not parts.settings.l1.keep_pool:
             return
         why_not = ""
         if not self._lanes_ended:
             why_not = "a tier's call has not returned and may write to it"
         elif self.end_faults:
             why_not = "its shutdown was not clean"
-        elif self.l1.index is None:
+        elif parts.l1.index is None:
             why_not = "without the C extension it has no index"
-        elif self.name_lost or not name_exists(self.segment):
+        elif self.name_lost or not name_exists(parts.segment):
             why_not = "its name was deleted"
         self._keeps_pool = not why_not
         if why_not:
-            told = named("not_kept", why=why_not)
+            fields = named("not_kept", why=why_not)
             log.warning(
-                "pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not, extra=told
+                "pool %r is not kept, and the next server starts cold: %s", parts.settings.name, why_not, extra=fields
             )
 
     def __enter__(self) -> Self:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lmcache_core import __version__
 from lmcache_core.kernel.answers import HolderUsage, KernelUsage
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, FRAME_BYTES_MAX
-from lmcache_core.pool.tally import Tally
 from lmcache_core.protocol.codec import encode
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ STATUS_BYTES_MAX = FRAME_BYTES_MAX - 64  # leaves room for the reply's tag and i
 # first are empty. The most important rows come first in each.
 SHORTENED = (
     ("sessions", "companions", "l1.holders", "l1.held_by_session", "l1.quarantine_by_session",
-     "l1.quarantine_by_holder", "l1.classes", "l1.tenants"),
+     "l1.quarantine_by_holder", "l1.classes", "l1.tenants", "namespaces", "namespaces_refused"),
     ("tiers.tiers", "helpers", "events.subscribers", "counters", "traffic.namespaces"),
 )  # fmt: skip
 
@@ -40,9 +39,10 @@ def describe(server: Server) -> dict[str, Any]:
 
 
 def _described(server: Server) -> dict[str, Any]:
-    kept = server.kernel.usage()
+    parts = server.parts
+    kept = parts.kernel.usage()
     usage = asdict(kept)
-    usage["eviction_policy"] = server.settings.l1.eviction.type
+    usage["eviction_policy"] = parts.settings.l1.eviction.type
     usage["tenants"] = sorted(usage["tenants"], key=lambda row: -row["used_bytes"])
     tables = ("tenants", "classes", "holders", "held_by_session", "quarantine_by_session", "quarantine_by_holder")
     left_out = {f"l1.{name}": len(usage[name]) - ROWS_SHOWN_MAX for name in tables}
@@ -52,67 +52,74 @@ def _described(server: Server) -> dict[str, Any]:
     usage["tenants"] = usage["tenants"][:ROWS_SHOWN_MAX]
     for name in ("quarantine_by_session", "quarantine_by_holder"):
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
-    segment = server.segment
-    sessions = list(server.sessions)
+    segment = parts.segment
+    sessions = list(parts.sessions)
+    counts = traffic(server)
+    busiest = [int(name, 16) for name in counts["namespaces"] if name != "other"]
     left_out["sessions"] = len(sessions) - SESSIONS_SHOWN_MAX
     return {
         "server": {
-            "name": server.settings.name,
+            "name": parts.settings.name,
             "version": __version__,
             "pid": os.getpid(),
             "uptime_s": round(time.time() - server.started_at_s, 3),
             "address": server.address,
-            "also_at": [carrier.address for carrier in server.carriers],
+            "also_at": [carrier.address for carrier in parts.carriers],
             "draining": server.draining,
+            "names_lost": server.names.trouble,
         },
         "pool": {
             "backing": str(segment.info.backing),
             "nbytes": segment.info.nbytes,
             "boot_id": f"{segment.info.boot_id:016x}",
             "name_lost": server.name_lost,
-            "adopted": None if server.adopting is None else server.adopting.describe(),
-            "why_cold": server.segment.why_cold,
+            "adopted": None if parts.adopting is None else parts.adopting.describe(),
+            "why_cold": parts.segment.why_cold,
             "repaired_words": 0 if segment.master is None else segment.master.repaired,
             # What the kernel knows about: until then a store is answered WARMING.
             "populated_bytes": usage["populated_bytes"],
-            "population_error": server.populator.error,
-            "huge_page_fraction": round(server.populator.huge_page_fraction, 4),
+            "population_error": parts.populator.error,
+            "huge_page_fraction": round(parts.populator.huge_page_fraction, 4),
         },
         "l1": _plain(usage),
-        "index": None if server.l1.index is None else server.l1.index.status(),
-        "traffic": traffic(server),
+        "index": None if parts.l1.index is None else parts.l1.index.status(),
+        "traffic": counts,
+        "namespaces": parts.namespaces.describe(busiest),
+        "namespaces_refused": dict(parts.namespaces.refused),
         "sessions": [session.describe() for session in sessions[:SESSIONS_SHOWN_MAX]],
         "sessions_connected": sum(session.peer is not None for session in sessions),
-        "deaths": server.sessions.deaths,
-        "sessions_dropped": server.sessions.dropped,
-        "stores_preparing": server.stores.under_way,
-        "stores_prepared": server.stores.waited,
-        "lookups_waiting": server.lookups.under_way,
-        "lookups_throttled": server.lookups.throttled,
-        "stores_waiting": len(server.store_waits),
-        "stores_waited": server.store_waits.waited,
-        "stored_waits": len(server.stored_waits),
-        "stores_waited_in_vain": server.store_waits.waited_in_vain,
+        "deaths": parts.sessions.deaths,
+        "sessions_dropped": parts.sessions.dropped,
+        "stores_preparing": parts.stores.under_way,
+        "stores_prepared": parts.stores.waited,
+        "lookups_waiting": parts.lookups.under_way,
+        "lookups_throttled": parts.lookups.throttled,
+        "stores_waiting": len(parts.tier_waits),
+        "stores_waited": parts.tier_waits.waited,
+        "stored_waits": len(parts.stored_waits),
+        "stores_waited_in_vain": parts.tier_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
-        "companions": server.companions.status(),
-        "helpers": server.helpers.status(),
-        "operations": server.operations.status(),
-        "recording": server.recording.status(),
-        "tracing": None if server.tracing is None else server.tracing.status(),
-        "events": None if server.events is None else server.events.status(),
+        "state_directory": parts.state_thread.status(),
+        "companions": parts.companions.status(),
+        "helpers": parts.helpers.status(),
+        "operations": parts.operations.status(),
+        **parts.observer.status(),
         "longest_turn": {
             "objects": server.longest_turn_objects,
-            "ms": round(1e3 * server.loop.longest_turn_s, 3),
+            "ms": round(1e3 * parts.loop.longest_turn_s, 3),
         },
-        "chunk_tokens": server.settings.chunk_tokens,
+        "chunk_tokens": parts.settings.chunk_tokens,
         "counters": _counters(server),
         "not_shown": {name: rows for name, rows in left_out.items() if rows > 0},
     }
 
 
 def _counters(server: Server) -> dict[str, int]:
-    counters = {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults}
-    dropped = sum(carrier.garbage for carrier in server.carriers)
+    parts = server.parts
+    counters = {**parts.l1.counters, **server.dispatch.counters, "loop_faults": parts.loop.faults}
+    if parts.unread.dropped:
+        counters["dropped_peers"] = parts.unread.dropped
+    dropped = sum(carrier.garbage for carrier in parts.carriers)
     if dropped:
         counters["garbage"] = counters.get("garbage", 0) + dropped
     return counters
@@ -176,23 +183,7 @@ def _first(table: Any, rows: int) -> Any:
 
 def traffic(server: Server) -> dict[str, Any]:
     """What was requested and found since the start: by workers in the index, and by calls."""
-    counted, told = server.l1.traffic.status(), server.l1.tallies.totals()
-    lookups, retrieves = counted["lookups"], counted["retrieves"]
-    lookups["hits_by_index"] = told[Tally.LOOKUP_HITS]
-    lookups["calls"] += told[Tally.LOOKUPS]
-    lookups["seconds_by_index"] = told[Tally.LOOKUP_NS] / 1e9
-    lookups["calls_by_index"] = told[Tally.LOOKUPS]
-    retrieves["hits_by_index"] = told[Tally.READ_HITS]
-    retrieves["calls"] += told[Tally.READS]
-    retrieves["bytes"] += told[Tally.READ_BYTES]
-    retrieves["calls_by_index"] = told[Tally.READS]
-    retrieves["bytes_by_index"] = told[Tally.READ_BYTES]
-    retrieves["seconds_by_index"] = told[Tally.READ_NS] / 1e9
-    for figures in (lookups, retrieves):
-        figures["keys"] += figures["hits_by_index"]
-        figures["hits"] += figures["hits_by_index"]
-        figures["hit_rate"] = round(figures["hits"] / figures["keys"], 6) if figures["keys"] else None
-    return {**counted, "doubted_tallies": server.l1.tallies.doubted}
+    return server.parts.observer.figures.status(server.parts.l1.tallies)
 
 
 def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
@@ -203,10 +194,11 @@ def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
 
 def _holders(server: Server, usage: KernelUsage) -> dict[str, dict[str, int]]:
     """What each uid, or over ZMQ each key, uses of everything shared, in one table."""
+    parts = server.parts
     holders = dict(_most(usage.holders))
     for name, holder in holders.items():
-        holder.update(connections=0, **server.shares.describe(name))
-    for session in server.sessions:
+        holder.update(connections=0, **parts.shares.describe(name), **parts.kernel.memory.describe(name))
+    for session in parts.sessions:
         if session.origin in holders:
             holders[session.origin]["connections"] += session.peer is not None
     return holders

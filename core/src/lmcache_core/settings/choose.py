@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.suggest import suggestion
 from lmcache_core.settings.concrete import Choices, TierChoice
-from lmcache_core.settings.model import Settings, check_tier_name
+from lmcache_core.settings.model import Component, Settings, check_tier_name
+from lmcache_core.settings.schema import read_text
 from lmcache_core.settings.sources import Leaf, Origin, SettingPath, Source, dotted, spelled
 
+L2: SettingPath = ("l2",)
 L1_EVICTION: SettingPath = ("l1", "eviction")
 STORE_POLICY: SettingPath = ("store_policy",)
 PREFETCH_POLICY: SettingPath = ("prefetch_policy",)
@@ -34,36 +35,30 @@ def choose(sources: Sequence[Source], tables: Collection[str] = ()) -> Choices:
         store_policy=_strongest(sources, STORE_POLICY) or "default",
         prefetch_policy=_strongest(sources, PREFETCH_POLICY) or "default",
         tiers=tiers,
-        tables=_tables(sources, tables),
-        subscribers=_rows(sources, "subscribers"),
-        operations=_rows(sources, "operations"),
+        tables=tuple(sorted(_tables_in(sources, (), set(tables) - Settings.model_fields.keys()))),
+        # in the order of the file, then what stronger origins add
+        subscribers=tuple(_tables_in(reversed(sources), ("subscribers",))),
+        operations=tuple(_tables_in(reversed(sources), ("operations",))),
     )
 
 
-def _tables(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...]:
-    named = set()
+def _tables_in(sources: Iterable[Source], above: SettingPath, known: Collection[str] | None = None) -> list[str]:
+    """The names of the tables in the table `above`: all, or those of `known`."""
+    named: dict[str, None] = {}
     for source in sources:
         for path, leaf in source.leaves.items():
-            if path[0] in known and path[0] not in Settings.model_fields:
-                if len(path) == 1 and leaf.value != {}:
-                    raise SettingsError(
-                        f"{path[0]} ({leaf.where}) is a table", cure=f"write [{path[0]}] and its settings"
-                    )
-                named.add(path[0])
-    return tuple(sorted(named))
-
-
-def _rows(sources: Sequence[Source], table: str) -> tuple[str, ...]:
-    """The names of the tables within `table`."""
-    named: dict[str, None] = {}
-    for source in reversed(sources):  # in the order of the file, then what stronger origins add
-        for path, leaf in source.leaves.items():
-            if path[0] == table and len(path) > 1:
-                if len(path) == 2 and leaf.value != {}:
-                    where = f"{dotted(path)} ({leaf.where})"
-                    raise SettingsError(f"{where} is a table", cure=f"write [{dotted(path)}] and its settings")
-                named[path[1]] = None
-    return tuple(named)
+            at = path[: len(above) + 1]
+            if at[:-1] != above or (known is not None and at[-1] not in known):
+                continue
+            if at == path and leaf.value not in ({}, None):
+                cure = (
+                    f"set {dotted(at)}.type and its settings"
+                    if above == L2
+                    else f"write [{dotted(at)}] and its settings"
+                )
+                raise SettingsError(f"{dotted(at)} ({leaf.where}) is a table", cure=cure)
+            named[at[-1]] = None
+    return list(named)
 
 
 def component_paths(choices: Choices) -> Iterator[SettingPath]:
@@ -79,11 +74,11 @@ def stated_type(source: Source, path: SettingPath) -> str | None:
         leaf = source.leaves.get(at)
         if leaf is None:
             continue
-        value = _json(leaf, at) if leaf.text and str(leaf.value).lstrip().startswith("{") else leaf.value
+        value = _read(Component, leaf, at)
         if isinstance(value, Mapping):
             value = value.get("type")
         if value is not None and not isinstance(value, str):
-            raise SettingsError(f"{dotted(at)} ({leaf.where}) is {value!r}", cure="give a name")
+            raise SettingsError(f"{dotted(at)} ({leaf.where}) is {_kind_of(value)}", cure="give a name")
         if value is not None:
             return value
     return None
@@ -105,37 +100,39 @@ def _link(value: Any, leaf: Leaf, path: SettingPath) -> str:
     name = value.get("type") if isinstance(value, Mapping) else value
     if not isinstance(name, str):
         raise SettingsError(
-            f"{dotted(path)} ({leaf.where}): {value!r} does not name a serde", cure="give a name or a table with type"
+            f"{dotted(path)} ({leaf.where}): {_kind_of(value)} does not name a serde",
+            cure="give a name or a table with type",
         )
     return name
 
 
+def _kind_of(value: Any) -> str:
+    """What a value is, without itself: it may be a secret, or contain one."""
+    if isinstance(value, Mapping):
+        return f"a table of {', '.join(sorted(map(str, value))) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
 def _listed(leaf: Leaf, path: SettingPath) -> Sequence[Any]:
-    value = leaf.value
-    if leaf.text:
-        value = (
-            _json(leaf, path)
-            if value.lstrip().startswith("[")
-            else [part.strip() for part in value.split(",") if part.strip()]
-        )
+    value = _read(tuple[str, ...], leaf, path)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise SettingsError(f"{dotted(path)} ({leaf.where}) is not a list", cure='write ["…", "…"]')
     return value
 
 
-def _json(leaf: Leaf, path: SettingPath) -> Any:
+def _read(annotation: Any, leaf: Leaf, path: SettingPath) -> Any:
+    if not leaf.text:
+        return leaf.value
     try:
-        return json.loads(leaf.value)
-    except json.JSONDecodeError as error:
-        raise SettingsError(
-            f"{dotted(path)} ({leaf.where}) looks like JSON and cannot be parsed: {error.msg} at character {error.pos}"
-        ) from None
+        return read_text(annotation, leaf.value)
+    except ValueError as error:
+        raise SettingsError(f"{dotted(path)} ({leaf.where}): {error}") from None
 
 
 def _ordered_tiers(sources: Sequence[Source]) -> list[str]:
-    named = {source.origin: _tiers_of(source) for source in sources}
-    stable = [name for origin in (Origin.FILE, Origin.GIVEN, Origin.FLAG) for name in named.get(origin, [])]
-    known = list(dict.fromkeys([*stable, *named.get(Origin.ENVIRONMENT, [])]))
+    ordered = (Origin.FILE, Origin.GIVEN, Origin.ENV_FILE, Origin.FLAG)
+    stable = _tables_in([source for origin in ordered for source in sources if source.origin is origin], L2)
+    known = list(dict.fromkeys([*stable, *_tables_in(sources, L2)]))
     for name in known:
         check_tier_name(name)
     order = _order(sources)
@@ -144,24 +141,12 @@ def _ordered_tiers(sources: Sequence[Source]) -> list[str]:
         return list(order)
     loose = [name for name in known if name not in stable]
     if len(loose) > 1:
+        named = f"the tiers {' and '.join(loose)}"
         raise SettingsError(
-            f"the tiers {' and '.join(loose)} are configured only by environment variables, which have no order",
+            f"{named} are configured only by environment variables or secrets, which have no order",
             cure=f"set {spelled(('l2_order',), Origin.ENVIRONMENT)}={','.join(known)}",
         )
     return known
-
-
-def _tiers_of(source: Source) -> list[str]:
-    names = []
-    for path, leaf in source.leaves.items():
-        if path[0] != "l2" or len(path) < 2:
-            continue
-        if len(path) == 2 and leaf.value != {}:
-            raise SettingsError(
-                f"{dotted(path)} ({leaf.where}) is a table", cure=f"set {dotted(path)}.type and its settings"
-            )
-        names.append(path[1])
-    return list(dict.fromkeys(names))
 
 
 def _order(sources: Sequence[Source]) -> Sequence[str] | None:

@@ -1,14 +1,14 @@
 """Compose settings from all sources in two passes: find out which components there are, then build one concrete
 model.
 
-Precedence: command line > environment > file > default. A bare name (`eviction = "lru"`) replaces a table that a
-weaker origin gave for another type; settings of the same type are merged.
+Precedence: command line > environment > `.env` file > secrets > file > default. A bare name (`eviction = "lru"`)
+replaces a table that a weaker origin gave for another type; settings of the same type are merged.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,30 +16,32 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.paths import absolute_path
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.choose import choose, component_paths, stated_type
 from lmcache_core.settings.concrete import Choices, concrete_model
+from lmcache_core.settings.merge import merged
 from lmcache_core.settings.model import Settings
-from lmcache_core.settings.names import check_names, take_unknown_variables, warnings_about
+from lmcache_core.settings.names import check_names, take_unknown, warnings_about
 from lmcache_core.settings.refusals import settings_error
-from lmcache_core.settings.schema import Schema, SettingField, read_text, read_text_within, schema_of
+from lmcache_core.settings.schema import Schema, SettingField, read_text, schema_of
 from lmcache_core.settings.sources import (
     Leaf,
     Origin,
+    SettingPath,
     Source,
     dotted,
-    overlaid,
-    read_environment,
-    read_file,
-    read_flags,
+    read_secrets,
+    read_sources,
     read_values,
-    tree_of,
 )
 
 __all__ = [
     "make_settings",
 ]
+
+SECRETS_DIR: SettingPath = ("secrets_dir",)
 
 
 class Provenance(NamedTuple):
@@ -67,12 +69,13 @@ def compose(
     argv_options: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     config_path: Path | None = None,
+    env_file: Path | None = None,
 ) -> Composed:
     """The settings of a server. `argv_options` are flags such as `--l1.size_bytes`, `8GiB`.
 
     Raises SettingsError for unknown, missing or wrong settings, and PluginError for a component that is not installed.
     """
-    return compose_sources(registry, [read_flags(argv_options), read_environment(environ), read_file(config_path)])
+    return compose_sources(registry, read_sources(config_path, env_file, argv_options, environ))
 
 
 def compose_from(registry: Registry, values: Mapping[str, Any]) -> Composed:
@@ -92,46 +95,43 @@ def prepare(registry: Registry, sources: Sequence[Source]) -> tuple[Schema, type
     return schema_of(concrete), concrete.model, choices
 
 
+def known_sources(registry: Registry, sources: Sequence[Source]) -> tuple[list[Source], dict[SettingPath, Leaf]]:
+    """The sources with the secrets directories that they name, and without what is not a setting, for warnings."""
+    found = list(sources)
+    directories = _secrets_directories(sources)
+    if directories:
+        secrets = read_secrets(directories, {*Settings.model_fields, *registry.tables})
+        if SECRETS_DIR in secrets.leaves:
+            where = secrets.leaves[SECRETS_DIR].where
+            raise SettingsError(f"{where} has no effect there", cure="set secrets_dir in the settings file")
+        found.insert(len([each for each in found if each.origin is not Origin.FILE]), secrets)
+    return found, take_unknown(found, registry.tables)
+
+
+def _secrets_directories(sources: Sequence[Source]) -> list[Path]:
+    leaf = next((source.leaves[SECRETS_DIR] for source in sources if SECRETS_DIR in source.leaves), None)
+    if leaf is None:
+        return []
+    try:
+        named = read_text(tuple[str, ...], leaf.value) if isinstance(leaf.value, str) else leaf.value
+        return [absolute_path(each) for each in named]
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"secrets_dir ({leaf.where}): {error}") from None
+
+
 def compose_sources(registry: Registry, sources: Sequence[Source]) -> Composed:
     """`sources`: strongest first."""
-    unknown = take_unknown_variables(sources, registry.tables)
+    sources, unknown = known_sources(registry, sources)
     schema, model, choices = prepare(registry, sources)
     sources = _without_replaced(sources, choices)
     check_names(schema, sources)
+    sources = [Source(source.origin, dict(_as_fields(schema, source))) for source in sources]
     origins = {dotted(path): _provenance(setting, sources) for path, setting in schema.items()}
     try:
-        settings = model.model_validate(_merged(schema, sources))
+        settings = merged(model, sources)
     except ValidationError as error:
         raise settings_error(error, schema, sources) from None
     return Composed(settings, origins, warnings_about(unknown, schema), schema)
-
-
-def _merged(schema: Schema, sources: Sequence[Source]) -> dict[str, Any]:
-    """One tree of all sources, with texts parsed as their types."""
-    tree: dict[str, Any] = {}
-    for source in reversed(sources):
-        leaves = {}
-        for path, leaf in source.leaves.items():
-            setting, value = schema.get(path), leaf.value
-            if leaf.text:
-                value = _read(schema, path, leaf)
-            if setting is not None and setting.component and isinstance(value, str) and value != "none":
-                path = (*path, "type")
-            leaves[path] = value
-        tree = overlaid(tree, tree_of(leaves))
-    return tree
-
-
-def _read(schema: Schema, path: tuple[str, ...], leaf: Leaf) -> Any:
-    setting = schema.get(path)
-    tables = (schema.get(path[:length]) for length in range(len(path) - 1, 0, -1))
-    try:
-        if setting is not None:
-            return read_text(setting, leaf.value)
-        table = next((each for each in tables if each is not None and each.open), None)
-        return leaf.value if table is None else read_text_within(table, leaf.value)
-    except ValueError as error:
-        raise SettingsError(f"{dotted(path)} ({leaf.where}): {error}") from None
 
 
 def _without_replaced(sources: Sequence[Source], choices: Choices) -> list[Source]:
@@ -147,6 +147,21 @@ def _without_replaced(sources: Sequence[Source], choices: Choices) -> list[Sourc
                 for leaf in [leaf for leaf in source.leaves if leaf[: len(path)] == path]:
                     del source.leaves[leaf]
     return kept
+
+
+def _as_fields(schema: Schema, source: Source) -> Iterator[tuple[SettingPath, Leaf]]:
+    """The leaves under the names of fields: a component's bare name is its type. An empty text for a setting of which
+    an empty one is unset is left out, so a weaker source or the default decides: a pod's variable that is filled from
+    an absent key is empty, not absent. In YAML, a table whose lines are all comments is none."""
+    for path, leaf in source.leaves.items():
+        setting, value = schema.get(path), leaf.value
+        if setting is not None and isinstance(value, str):
+            if setting.unset_if_empty and not value.strip():
+                continue
+            if setting.component and value != "none" and not value.lstrip().startswith("{"):
+                path = (*path, "type")
+        tabled = setting is None or (setting.open and not setting.component and not setting.unset_if_empty)
+        yield path, leaf._replace(value={}) if value is None and tabled else leaf
 
 
 def _provenance(setting: SettingField, sources: Sequence[Source]) -> Provenance:

@@ -32,7 +32,7 @@ class Choices:
     store_policy: str
     prefetch_policy: str
     tiers: Mapping[str, TierChoice]
-    tables: tuple[str, ...] = ()  # of companions and helpers
+    tables: tuple[str, ...] = ()  # of companions, helpers and tracers
     subscribers: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
 
@@ -68,13 +68,14 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
     ):
         rows[table] = {name: registry.settings_model(kind, name) or Section for name in names}
         fields[table] = (_table_of(rows[table]), Field(default={}, description=_description(Settings, table)))
-    helpers = tuple(name for name in choices.tables if name in registry.nameable(Kind.HELPER))
-    for name in choices.tables:
-        of_kind = Kind.HELPER if name in helpers else Kind.COMPANION
-        fields[name] = (registry.settings_model(of_kind, name) or Section, Field(default={}))
+    tabled: dict[Kind, tuple[str, ...]] = {}
+    for kind in (Kind.HELPER, Kind.TRACER, Kind.COMPANION):
+        tabled[kind] = tuple(name for name in choices.tables if name in registry.nameable(kind) and name not in fields)
+        for name in tabled[kind]:
+            fields[name] = (registry.settings_model(kind, name) or Section, Field(default={}))
     model = create_model("Settings", __base__=Settings, **fields)
-    model.companion_names = tuple(name for name in choices.tables if name not in helpers)
-    model.helper_names = helpers
+    model.companion_names, model.helper_names = tabled[Kind.COMPANION], tabled[Kind.HELPER]
+    model.tracer_names = tabled[Kind.TRACER]
     return Concrete(model, tiers, rows)
 
 

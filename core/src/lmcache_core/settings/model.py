@@ -7,17 +7,19 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lmcache_core import limits
-from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.errors import SettingsError
+from lmcache_core.paths import absolute_path, xdg_path
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol.address import NAME_PATTERN
+from lmcache_core.protocol.hostport import HostPort
+from lmcache_core.settings.paths import AbsolutePath, OptionalPath
 from lmcache_core.settings.sizes import Size
 from lmcache_core.tiers.drills import parse_wrap
 
@@ -56,7 +58,10 @@ _SWITCH_WORDS = {
 
 
 def _switch_or_path(value: Any) -> Any:
-    return _SWITCH_WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    if isinstance(value, str) and not value.strip():
+        return False
+    value = _SWITCH_WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    return absolute_path(value) if isinstance(value, str | Path) else value
 
 
 class Section(BaseModel):
@@ -135,17 +140,18 @@ class L1Settings(Section):
     @model_validator(mode="after")
     def _kept(self) -> Self:
         if self.keep_pool and self.backing != "shm":
-            raise ValueError(f'keep_pool needs a named pool, which {self.backing} is not: set backing = "shm"')
+            cure = 'set backing = "shm"'
+            raise SettingsError(f"keep_pool needs a named pool, which {self.backing} is not", cure=cure)
         if self.index_entries & (self.index_entries - 1):
-            raise ValueError(f"index_entries is {self.index_entries}: use a power of two, or 0")
+            raise SettingsError(f"index_entries is {self.index_entries}", cure="use a power of two, or 0")
         return self
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
         if self.access == "group" and not self.gids:
-            raise ValueError('access = "group" needs the ids of the groups: set gids')
+            raise SettingsError('access = "group" needs the ids of the groups', cure="set gids")
         if self.gids and self.access == "owner":
-            raise ValueError('gids are given, but access is "owner": set access = "group"')
+            raise SettingsError('gids are given, but access is "owner"', cure='set access = "group"')
         return self
 
 
@@ -196,6 +202,10 @@ class HoldingSettings(Section):
     pinned_fraction_per_session_max: Fraction = Field(
         default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="the same for one session"
     )
+    written_fraction_max: Fraction = Field(
+        default=limits.WRITTEN_FRACTION_MAX,
+        description="fraction of the pool that one uid or key may have open to write, neither committed nor aborted",
+    )
     shared_fraction_per_holder_max: Fraction = Field(
         default=limits.SHARED_FRACTION_PER_HOLDER_MAX,
         description="fraction of worker rows, layouts, namespaces and waiting requests for one uid or key; "
@@ -210,8 +220,8 @@ class ZmqSettings(Section):
         default=False, description="serve on a Unix socket: true for one in the runtime directory, or a path"
     )
     tcp: str | None = Field(default=None, description="serve on this address, as host:port; needs the CURVE keys")
-    curve_secret_key_file: Path | None = Field(default=None, description="file with the server's secret CURVE key")
-    curve_clients_dir: Path | None = Field(
+    curve_secret_key_file: OptionalPath = Field(default=None, description="file with the server's secret CURVE key")
+    curve_clients_dir: OptionalPath = Field(
         default=None, description="directory with the public keys of the clients that may connect"
     )
 
@@ -220,15 +230,12 @@ class ZmqSettings(Section):
     def _address(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        host, _, port = value.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{value!r} is not an address: write host:port, as in 127.0.0.1:5555")
-        return f"{host}:{port}"
+        return str(HostPort.parse(value.removeprefix("tcp://")))
 
     @model_validator(mode="after")
     def _keys(self) -> Self:
         if self.tcp is not None and (self.curve_secret_key_file is None or self.curve_clients_dir is None):
-            raise ValueError("tcp requires CURVE: set curve_secret_key_file and curve_clients_dir")
+            raise SettingsError("tcp requires CURVE", cure="set curve_secret_key_file and curve_clients_dir")
         return self
 
 
@@ -261,13 +268,6 @@ class TierSettings(Section):
     )
     settings: Any = None
 
-    @property
-    def adapter(self) -> Any:
-        """The former name of `settings`. Deprecated since 0.1, removed in 0.2."""
-        said = "use `.settings` for a tier's own settings, as for a policy or serde; `.adapter` will be removed in 0.2"
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
-        return self.settings
-
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, value: Any) -> Any:
@@ -278,10 +278,7 @@ class TierSettings(Section):
     @classmethod
     def _wrappers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
-            try:
-                parse_wrap(text)
-            except UsageError as error:
-                raise ValueError(str(error)) from error
+            parse_wrap(text)
         return value
 
     @field_validator("eviction", mode="before")
@@ -329,52 +326,15 @@ class TenantQuota(Section):
     stores: Mapping[str, StoreQuota] = Field(default={}, description="a table for l1, and for each tier, by name")
 
 
-class OtelSettings(Section):
-    """Spans for OpenTelemetry, sent to a collector over OTLP (http/protobuf)."""
-
-    endpoint: str | None = Field(
-        default=None, description="base URL of the collector, for example http://127.0.0.1:4318; none: no export"
-    )
-    headers: Mapping[str, SecretStr] = Field(default={}, description="headers of each request, such as a token")
-    service_name: str = Field(default="lmcache-core", min_length=1, description="service.name of the spans")
-    sample_ratio: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="fraction of requests that start a trace, among those that come without one",
-    )
-    timeout_s: Annotated[Seconds, Field(le=limits.OTEL_TIMEOUT_S_MAX)] = Field(
-        default=2.0, description="time limit for sending a batch to the collector"
-    )
-
-    @field_validator("endpoint")
-    @classmethod
-    def _url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
-            raise ValueError("write a base URL without credentials, as http://127.0.0.1:4318; secrets go into headers")
-        return value
-
-    @property
-    def traces_url(self) -> str:
-        """Where spans are sent: the standard's path below the base URL."""
-        base = (self.endpoint or "").rstrip("/")
-        return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
-
-
-class RecordSettings(Section):
-    """A recording of the requests to the server."""
-
-    dir: Path | None = Field(default=None, description="directory of the recording; none: nothing is recorded")
-    file_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
-    files: int = Field(default=16, ge=1, le=10_000, description="files to keep; the oldest is deleted")
-
-
 class Settings(BaseModel):
     """All settings of a server. Frozen; unknown names are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True, defer_build=True
+    )
     companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: which of its tables belong to companions
-    helper_names: ClassVar[tuple[str, ...]] = ()  # and which to helpers
+    helper_names: ClassVar[tuple[str, ...]] = ()  # which to helpers
+    tracer_names: ClassVar[tuple[str, ...]] = ()  # and which to tracers
 
     name: str = Field(default="default", description="name of the server and of its pool")
     l1: L1Settings = L1Settings()
@@ -382,7 +342,7 @@ class Settings(BaseModel):
     quarantine: QuarantineSettings = QuarantineSettings()
     holding: HoldingSettings = HoldingSettings()
     chunk_tokens: int = Field(
-        default=limits.CHUNK_TOKENS, ge=1, le=1 << 20, description="tokens whose KV makes one object"
+        default=limits.CHUNK_TOKENS, ge=1, le=limits.CHUNK_TOKENS_MAX, description="tokens whose KV makes one object"
     )
     prefetch_in_flight_max: int = Field(
         default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="concurrent prefetch jobs"
@@ -407,9 +367,12 @@ class Settings(BaseModel):
     l2: Mapping[str, TierSettings] = Field(default={}, description="the tiers, in order")
     l2_order: tuple[str, ...] = Field(default=(), description="order of the tiers; none: the order in the file")
     drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to write to the tiers at shutdown")
-    runtime_dir: Path | None = Field(default=None, description="directory of the lifeline sockets")
-    state_dir: Path = Field(
+    runtime_dir: OptionalPath = Field(default=None, description="directory of the lifeline sockets")
+    state_dir: AbsolutePath = Field(
         default_factory=lambda: default_state_dir(), description="directory for files that outlive the server"
+    )
+    secrets_dir: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_listed)] = Field(
+        default=(), description="directories of files that hold one setting each; the last one wins"
     )
     zmq: ZmqSettings = ZmqSettings()
     subscribers: Mapping[str, Any] = Field(default={}, description="event subscribers: a table of settings for each")
@@ -422,8 +385,6 @@ class Settings(BaseModel):
     quotas: Mapping[str, TenantQuota] = Field(
         default={}, description="tenants: a table of namespaces and quotas for each"
     )
-    record: RecordSettings = RecordSettings()
-    otel: OtelSettings = OtelSettings()
     event_bus_queue_size: int = Field(
         default=limits.EVENT_BUS_QUEUE_SIZE, ge=1, le=1 << 20, description="events that may wait for subscribers"
     )
@@ -433,9 +394,8 @@ class Settings(BaseModel):
     def _helper_names(cls, value: Mapping[str, HelperSettings]) -> Mapping[str, HelperSettings]:
         for name in value:
             if not _TIER_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} is not a valid name for a helper: use lower-case words joined by single underscores"
-                )
+                cure = "use lower-case words joined by single underscores"
+                raise SettingsError(f"{name!r} is not a valid name for a helper", cure=cure)
         return value
 
     @field_validator("name")
@@ -453,12 +413,18 @@ class Settings(BaseModel):
         """The settings of each helper that a plugin brings, by name: an instance of its own model."""
         return {name: getattr(self, name) for name in self.helper_names}
 
+    def tracers(self) -> dict[str, Any]:
+        """The settings of each tracer, by name: an instance of its own model."""
+        return {name: getattr(self, name) for name in self.tracer_names}
+
     def components(self) -> Iterator[tuple[Kind, str]]:
         """Every component named in these settings."""
         for name in self.companion_names:
             yield Kind.COMPANION, name
         for name in self.helper_names:
             yield Kind.HELPER, name
+        for name in self.tracer_names:
+            yield Kind.TRACER, name
         for name in self.subscribers:
             yield Kind.EVENT_SUBSCRIBER, name
         for name in self.operations:
@@ -477,7 +443,7 @@ class Settings(BaseModel):
 def default_state_dir() -> Path:
     """`XDG_STATE_HOME/lmcache-core`, else `~/.local/state/lmcache-core`; in a container without a home, a directory in
     /var/tmp that carries the user's id."""
-    root, home = os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME")
-    if root:
-        return Path(root) / "lmcache-core"
-    return Path(home, ".local", "state", "lmcache-core") if home else Path(f"/var/tmp/lmcache-core-{os.geteuid()}")
+    root, home = xdg_path(os.environ.get("XDG_STATE_HOME")), xdg_path(os.environ.get("HOME"))
+    if root is not None:
+        return root / "lmcache-core"
+    return Path(f"/var/tmp/lmcache-core-{os.geteuid()}") if home is None else home / ".local/state/lmcache-core"

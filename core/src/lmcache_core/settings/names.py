@@ -4,51 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from lmcache_core.errors import SettingsError
+from lmcache_core.errors import SettingsError, printable
 from lmcache_core.plugins.suggest import suggestion
+from lmcache_core.settings.files import PREFIX
 from lmcache_core.settings.model import Settings
 from lmcache_core.settings.schema import Schema
-from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, from_kubernetes, spelled
+from lmcache_core.settings.sources import (
+    NAMED_AS_VARIABLES,
+    Leaf,
+    Origin,
+    SettingPath,
+    Source,
+    dotted,
+    from_kubernetes,
+    spelled,
+)
 
 
-def take_unknown_variables(sources: Sequence[Source], companions: Collection[str] = ()) -> dict[SettingPath, str]:
-    """Remove variables that are not settings from the sources; their paths and names, for `warnings_about`.
+def take_unknown(sources: Sequence[Source], companions: Collection[str] = ()) -> dict[SettingPath, Leaf]:
+    """Remove variables and secrets that are not settings from the sources, and return them for `warnings_about`.
     `companions`: names of tables besides those that every server has.
 
-    The prefix is ours, but anyone may set variables: one outside all of our sections causes a warning, and one that
-    Kubernetes injects for a Service does not even cause that.
+    The prefix is ours, but anyone may set variables and share a directory of secrets: what is outside all of our
+    sections causes a warning, and a variable that Kubernetes injects for a Service does not even cause that.
     """
-    taken = {}
+    taken: dict[SettingPath, Leaf] = {}
     for source in sources:
-        if source.origin is not Origin.ENVIRONMENT:
+        if source.origin not in (*NAMED_AS_VARIABLES, Origin.SECRET):
             continue
         for path, leaf in list(source.leaves.items()):
-            injected = from_kubernetes(leaf.where, leaf.value)
+            injected = source.origin is not Origin.SECRET and from_kubernetes(leaf.where, leaf.value)
             ours = path[0] in Settings.model_fields or (path[0] in companions and len(path) > 1)
             if ours and not (injected and len(path) == 2 and path[0] == "l2"):
                 continue
             del source.leaves[path]
             if not injected:
-                taken[path] = leaf.where
+                taken[path] = leaf
     return taken
 
 
-def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
-    """A line for each variable that is not a setting. Raises SettingsError for one that differs from a setting only in
-    its underscores: it was meant as that setting, so a server without it would be wrong."""
+def warnings_about(taken: Mapping[SettingPath, Leaf], schema: Schema) -> list[str]:
+    """A line for each variable or secret that is not a setting. Raises SettingsError for one that differs from a
+    setting only in its underscores: it was meant as that setting, so a server without it would be wrong."""
     flat = {"_".join(known): known for known in schema}
-    meant = {name: flat.get("_".join(part for part in path if part)) for path, name in taken.items()}
-    wrong = [
-        (f"{name} is not a setting", f"write {spelled(path, Origin.ENVIRONMENT)}")
-        for name, path in meant.items()
-        if path
-    ]
+    wrong, warnings = [], []
+    for path, leaf in taken.items():
+        origin = Origin.ENVIRONMENT if PREFIX in leaf.where else Origin.SECRET
+        meant = flat.get("_".join(part for part in path if part))
+        if meant:
+            wrong.append((f"{leaf.where} is not a setting", f"write {spelled(meant, origin)}"))
+        warnings.append(f"{printable(leaf.where)} is not a setting and is ignored{near(path, schema, origin)}")
     if wrong:
         raise _all_of(wrong)
-    return [
-        f"{name} is not a setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}"
-        for path, name in taken.items()
-    ]
+    return warnings
 
 
 def check_names(schema: Schema, sources: Iterable[Source]) -> None:
@@ -56,7 +64,7 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
     problems = []
     for source in sources:
         for path, leaf in source.leaves.items():
-            problem = _problem(schema, path, empty=leaf.value == {})
+            problem = _problem(schema, path, empty=leaf.value in ({}, None))
             if problem is None:
                 continue
             what, cure = problem
@@ -70,9 +78,9 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
 def _all_of(problems: Sequence[tuple[str, str]]) -> SettingsError:
     """One error for all problems. Several cures stand in the message, each after its problem."""
     if len(problems) == 1:
-        said, cure = problems[0]
-        return SettingsError(said, cure=cure)
-    return SettingsError("; ".join(f"{said}: {cure}" if cure else said for said, cure in problems))
+        problem, cure = problems[0]
+        return SettingsError(problem, cure=cure)
+    return SettingsError("; ".join(f"{problem}: {cure}" if cure else problem for problem, cure in problems))
 
 
 def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, str] | None:
@@ -100,10 +108,10 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, st
 def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
     """A suggestion that ignores the number of underscores, because those are what people get wrong."""
     flat = {"_".join(each): each for each in known}
-    told = suggestion("_".join(path), flat)
-    if not told:
+    nearest_text = suggestion("_".join(path), flat)
+    if not nearest_text:
         return ""
-    nearest = flat[told.split("'")[1]]
+    nearest = flat[nearest_text.split("'")[1]]
     if path[: len(nearest)] == nearest:  # the prefix is right, and the misspelt part stands below it
         return ""
     return f": did you mean {spelled(nearest, origin)!r}?"

@@ -13,7 +13,7 @@ from lmcache_core.settings.compose import Composed, Provenance
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.settings.schema import SettingField
 from lmcache_core.settings.sizes import size_text
-from lmcache_core.settings.sources import SettingPath, dotted
+from lmcache_core.settings.sources import Origin, SettingPath, dotted
 
 HIDDEN = "**********"
 
@@ -35,6 +35,8 @@ def rows(composed: Composed) -> list[Row]:
         if setting.component and isinstance(value, Mapping):
             value = value["type"]  # its settings have rows of their own
         name = dotted(path)
+        if composed.origins[name].origin is Origin.SECRET:
+            value = HIDDEN  # whatever its type: who mounts it as a secret wants it to be one
         found.append(Row(name, value, text_of(name, value), composed.origins[name]))
     return found
 
@@ -88,6 +90,8 @@ def text_of(name: str, value: Any) -> str:
 
 def default_text(setting: SettingField) -> str:
     """A setting's default on one line. A home directory is shown as `~`, so that help is the same for everyone."""
+    if setting.secret and setting.default:
+        return HIDDEN  # pydantic does not wrap a default: it may be plain text
     value = plain(setting.default)
     if isinstance(setting.default, Path):
         value = str(setting.default).replace(str(Path("~").expanduser()), "~", 1)

@@ -8,29 +8,30 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.settings.merge import ROOT
 from lmcache_core.settings.names import near
 from lmcache_core.settings.schema import Schema
 from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, spelled
 
 _HIDDEN = "**********"
+_SECRET_CHARS_MIN = 4  # a shorter one stands in other words, too: hiding it there would spoil the message
 
 
 def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Source]) -> SettingsError:
     """One SettingsError for everything that pydantic found."""
     problems = []
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details = error.errors(include_url=False, include_input=False)
     for detail in details:
-        path = _as_written(detail["loc"])
+        path = _as_written(detail["loc"], schema)
         if detail["type"] == "missing" and len(details) == 1:
             return SettingsError(f"{dotted(path)} is missing", cure=_how_to_set(path))
         problems.append(_sentence(detail["type"], detail["msg"], path, schema, sources))
-    text = "; ".join(dict.fromkeys(problems))
+    # A validator's own error, ours or a plugin's, may say what to do.
+    cure = getattr(details[0].get("ctx", {}).get("error"), "cure", "") if len(details) == 1 else ""
+    text = "; ".join(dict.fromkeys(problems)).removesuffix(f": {cure}")
     for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    if len(details) == 1 and details[0]["type"] == "value_error" and ": " in details[0]["msg"]:
-        said, _, cure = text.rpartition(": ")  # a validator's message, ours or a plugin's, ends with what to do
-        return SettingsError(said, cure=cure)
-    return SettingsError(text)
+        text, cure = text.replace(secret, _HIDDEN), cure.replace(secret, _HIDDEN)
+    return SettingsError(text, cure=cure)
 
 
 def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, sources: Sequence[Source]) -> str:
@@ -44,39 +45,33 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
     where = next(
         (leaf.where for source in sources for at, leaf in source.leaves.items() if at[: len(known)] == known), ""
     )
-    said = _in_our_words(message)
-    return f"{name} ({where}): {said}" if where and where != name else f"{name}: {said}"
+    text = _plain(message)
+    return f"{name} ({where}): {text}" if where and where != name else f"{name}: {text}"
 
 
 def _how_to_set(path: SettingPath) -> str:
     return f"set it in the file, by {spelled(path, Origin.FLAG)} or by {spelled(path, Origin.ENVIRONMENT)}"
 
 
-def _in_our_words(message: str) -> str:
+def _plain(message: str) -> str:
     """pydantic's message without the parts that describe its own work."""
-    said = message.removeprefix("Value error, ").partition(", unable to ")[0]
-    return "must" + said.removeprefix("Input should") if said.startswith("Input should ") else said
+    text = message.removeprefix("Value error, ").partition(", unable to ")[0]
+    return "must" + text.removeprefix("Input should") if text.startswith("Input should ") else text
 
 
-def _as_written(location: Sequence[int | str]) -> SettingPath:
+def _as_written(location: Sequence[int | str], schema: Schema) -> SettingPath:
     """pydantic's location without the attributes that hold a component's own settings."""
-    path = [str(part) for part in location]
-    if path[:1] == ["l2"] and path[2:3] == ["settings"]:
-        del path[2]
-    for at in _component_ends(path):
-        if path[at : at + 1] == ["settings"]:
-            del path[at]
-    return tuple(path)
+    path: SettingPath = ()
+    for part in map(str, location[1:]):  # the first is the root
+        if part != ROOT or not _gathers(path, schema):
+            path = (*path, part)
+    return path
 
 
-def _component_ends(path: Sequence[str]) -> Iterable[int]:
-    if path[:2] == ["l1", "eviction"]:
-        return (2,)
-    if path[:1] in (["store_policy"], ["prefetch_policy"]):
-        return (1,)
-    if path[:1] == ["l2"] and path[2:3] == ["eviction"]:
-        return (3,)
-    return (4,) if path[:1] == ["l2"] and path[2:3] == ["serde"] else ()
+def _gathers(path: SettingPath, schema: Schema) -> bool:
+    """Whether the table at `path` has a component's own settings beside ours."""
+    tier = path[:1] == ("l2",)
+    return (path in schema and schema[path].component) or (tier and (len(path) == 2 or path[2:3] == ("serde",)))
 
 
 def _secrets(schema: Schema, sources: Sequence[Source]) -> set[str]:
@@ -86,6 +81,8 @@ def _secrets(schema: Schema, sources: Sequence[Source]) -> set[str]:
             setting = schema.get(path)
             if setting is not None and setting.secret:
                 found |= set(_texts(leaf.value))
+            elif source.origin is Origin.SECRET and len(leaf.value) >= _SECRET_CHARS_MIN:
+                found.add(leaf.value)
     return found
 
 

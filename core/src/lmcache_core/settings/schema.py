@@ -39,6 +39,12 @@ class SettingField:
         return any(_is_class(each, (SecretStr, SecretBytes)) for each in parts(self.annotation))
 
     @property
+    def unset_if_empty(self) -> bool:
+        """Whether an empty text means that it is not set: paths, and whatever may be none."""
+        alternatives = _alternatives(self.annotation)
+        return types.NoneType in alternatives or any(_is_class(each, Path) for each in alternatives)
+
+    @property
     def type_text(self) -> str:
         """A short name of its type, for people."""
         text = annotation_text(self.annotation)
@@ -52,8 +58,7 @@ class SettingField:
     @property
     def open(self) -> bool:
         """Whether names below its path are values rather than settings, as in a mapping."""
-        kinds = (Mapping, BaseModel)
-        return any(each is Any or _is_class(get_origin(each) or each, kinds) for each in _alternatives(self.annotation))
+        return is_open(self.annotation)
 
 
 Schema = dict[SettingPath, SettingField]
@@ -118,6 +123,12 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def is_open(annotation: Any) -> bool:
+    """Whether a value may be a table: a mapping, a model, or anything."""
+    kinds = (Mapping, BaseModel)
+    return any(each is Any or _is_class(get_origin(each) or each, kinds) for each in _alternatives(annotation))
+
+
 def parts(annotation: Any) -> Iterator[Any]:
     """Every type that an annotation mentions."""
     yield annotation
@@ -149,33 +160,26 @@ def annotation_text(annotation: Any) -> str:
     return "|".join(dict.fromkeys(texts))
 
 
-def read_text(field: SettingField, text: str) -> Any:
-    """Parse a text from a flag or a variable if pydantic would not: lists, tables, none."""
-    alternatives = _alternatives(field.annotation)
+def read_text(annotation: Any, text: str) -> Any:
+    """Parse a text from a flag, variable or secret if pydantic would not: lists, tables, none. Raises ValueError."""
+    alternatives = _alternatives(annotation)
     takes_text = any(_is_class(each, (str, bytes, SecretStr, SecretBytes)) for each in alternatives)
     if not takes_text and text.strip().lower() in ("none", "null") and types.NoneType in alternatives:
         return None
     listed = (
         any(_is_class(get_origin(each) or each, (Sequence, AbstractSet)) for each in alternatives) and not takes_text
     )
-    tabled = field.open or field.component
-    if (listed and text.lstrip().startswith("[")) or (tabled and text.lstrip().startswith("{")):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            where = f"{error.msg} at character {error.pos}"
-            raise ValueError(f"it looks like JSON and cannot be parsed: {where}") from error
+    if (listed and text.lstrip().startswith("[")) or (is_open(annotation) and text.lstrip().startswith("{")):
+        return read_json(text)
     return [part.strip() for part in text.split(",") if part.strip()] if listed else text
 
 
-def read_text_within(field: SettingField, text: str) -> Any:
-    """Parse a text for a value within the table `field`: JSON lists and tables are parsed unless the table's values are
-    texts."""
-    tables = [each for each in _alternatives(field.annotation) if _is_class(get_origin(each) or each, Mapping)]
-    values = [kind for each in tables for kind in _alternatives((get_args(each) or (None, Any))[1])]
-    if not text.lstrip().startswith(("[", "{")) or any(_is_class(kind, (str, SecretStr)) for kind in values):
-        return text
+def read_json(text: str) -> Any:
+    """Raises ValueError that says where the text is no longer JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it looks like JSON and cannot be parsed: {error.msg} at character {error.pos}") from error
+        where = f"{error.msg} at character {error.pos}"
+    except RecursionError:
+        where = "it is nested too deeply"
+    raise ValueError(f"it looks like JSON and cannot be parsed: {where}")

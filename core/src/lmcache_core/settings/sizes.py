@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from lmcache_core.errors import SettingsError
+
 __all__ = [
     "Size",
 ]
@@ -23,7 +25,8 @@ def parse_size(value: Any) -> Any:
         return value
     match = _SIZE.fullmatch(value.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
+        cure = "write a number of bytes, or one with KiB, MiB, GiB or TiB"
+        raise SettingsError(f"{value!r} is not a size", cure=cure)
     number, unit = match[1], _UNITS[match[2].upper()]
     return int(number) * unit if "." not in number else int(float(number) * unit)
 

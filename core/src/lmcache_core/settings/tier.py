@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretBytes, SecretStr
@@ -10,7 +11,7 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.compose import compose_sources
 from lmcache_core.settings.model import Component, TierSettings, check_tier_name
-from lmcache_core.settings.sources import Leaf, Origin, Source, read_values
+from lmcache_core.settings.sources import Leaf, Origin, Source, read_table, read_values
 
 # A running tier can take over changes of these settings; any other change needs a new adapter, new lanes or a new codec
 # chain.
@@ -42,6 +43,13 @@ def tier_settings(
         sources.append(Source(Origin.FILE, old.leaves))
     settings: TierSettings = compose_sources(registry, sources).settings.l2[name]
     return settings
+
+
+def tier_table(path: Path, name: str) -> Mapping[str, Any]:
+    """The table [l2.NAME] of a settings file; empty if it has none."""
+    tiers = read_table(path).get("l2")
+    table = tiers.get(name) if isinstance(tiers, Mapping) else None
+    return table if isinstance(table, Mapping) else {}
 
 
 def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""A time budget for a whole call, however many addresses, waits and receives it takes.
+"""A budget of time and bytes for a whole call, however many addresses, waits and receives it takes.
 
 Libraries that adapters use limit each wait, not the call: to them, a server that sends one byte a second is never late.
-So the budget belongs to the thread, and the sockets, which all of a library's waits go through, obey it:
+They also keep what a server sends until an answer ends, however long it is. So the budget belongs to the thread, and
+the sockets, which all of a library's waits go through, obey it:
 
-    with within(deadline):
+    with within(deadline, received_bytes_max=1 << 20):
         library.call()  # on connections whose sockets are made here
 
-A thread without a budget waits as long as its sockets allow.
+A thread without a budget waits as long as its sockets allow, and receives whatever comes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
+
+from lmcache_core.limits import WAIT_S_MAX
 
 __all__ = [
     "BudgetSocket",
     "BudgetTlsSocket",
+    "TooManyBytesError",
     "connect",
     "left_s",
     "locked",
@@ -32,23 +36,31 @@ T = TypeVar("T")
 _NEVER = float("inf")
 
 
+class TooManyBytesError(OSError):
+    """More came than `received_bytes_max`: the connection is in the middle of an answer."""
+
+
 class _OfThread(threading.local):
     deadline = _NEVER
+    received_bytes = 0  # on the sockets of this module
+    received_bytes_max = _NEVER  # of `received_bytes`
 
 
 _budget = _OfThread()
 
 
 @contextmanager
-def within(deadline: float) -> Iterator[None]:
+def within(deadline: float, received_bytes_max: float = _NEVER) -> Iterator[None]:
     """Everything that this thread waits for inside, on sockets and locks of this module, ends by `deadline` (monotonic
-    seconds), or fails with `TimeoutError`. If nested, the earlier one applies."""
-    before = _budget.deadline
-    _budget.deadline = min(before, deadline)
+    seconds), or fails with `TimeoutError`. A receive by which more than `received_bytes_max` have come fails with
+    `TooManyBytesError`. If nested, the earlier deadline and the smaller rest of bytes apply."""
+    before = _budget.deadline, _budget.received_bytes_max
+    _budget.deadline = min(_budget.deadline, deadline)
+    _budget.received_bytes_max = min(_budget.received_bytes_max, _budget.received_bytes + received_bytes_max)
     try:
         yield
     finally:
-        _budget.deadline = before
+        _budget.deadline, _budget.received_bytes_max = before
 
 
 def left_s() -> float:
@@ -65,7 +77,7 @@ def left_s() -> float:
 def locked(lock: threading.Lock) -> Iterator[None]:
     """Hold the lock, after waiting no longer than the budget. Raises `TimeoutError`."""
     left = left_s()
-    if not lock.acquire(timeout=-1 if left == _NEVER else min(left, threading.TIMEOUT_MAX)):
+    if not lock.acquire(timeout=-1 if left == _NEVER else min(left, WAIT_S_MAX)):
         raise TimeoutError("another call held the lock until the deadline")
     try:
         yield
@@ -79,7 +91,7 @@ def _bounded(sock: socket.socket, call: Callable[..., T], *arguments: Any) -> T:
     limit = sock.gettimeout()
     if left == _NEVER or (limit is not None and limit <= left):
         return call(*arguments)
-    sock.settimeout(left)
+    sock.settimeout(min(left, WAIT_S_MAX))
     try:
         return call(*arguments)
     finally:
@@ -87,16 +99,26 @@ def _bounded(sock: socket.socket, call: Callable[..., T], *arguments: Any) -> T:
             sock.settimeout(limit)
 
 
+def _counted(nbytes: int) -> None:
+    _budget.received_bytes += nbytes
+    if _budget.received_bytes > _budget.received_bytes_max:
+        raise TooManyBytesError("an answer is longer than what was asked for can be")
+
+
 class BudgetSocket(socket.socket):
-    """A socket for libraries whose waits must stay within the waiting thread's budget."""
+    """A socket for libraries whose waits and receives must stay within the calling thread's budget."""
 
     __slots__ = ()
 
     def recv(self, *arguments: Any) -> bytes:
-        return _bounded(self, super().recv, *arguments)
+        received = _bounded(self, super().recv, *arguments)
+        _counted(len(received))
+        return received
 
     def recv_into(self, *arguments: Any) -> int:
-        return _bounded(self, super().recv_into, *arguments)
+        nbytes = _bounded(self, super().recv_into, *arguments)
+        _counted(nbytes)
+        return nbytes
 
     def send(self, *arguments: Any) -> int:
         return _bounded(self, super().send, *arguments)
@@ -109,7 +131,9 @@ class BudgetTlsSocket(ssl.SSLSocket):
     """The same over TLS: `context.sslsocket_class = BudgetTlsSocket`."""
 
     def read(self, *arguments: Any) -> Any:
-        return _bounded(self, super().read, *arguments)
+        received: Any = _bounded(self, super().read, *arguments)  # bytes, or how many went into a buffer
+        _counted(received if isinstance(received, int) else len(received))
+        return received
 
     def send(self, *arguments: Any) -> int:
         return _bounded(self, super().send, *arguments)
@@ -121,24 +145,25 @@ class BudgetTlsSocket(ssl.SSLSocket):
 def connect(host: str, port: int, deadline: float) -> BudgetSocket:
     """A TCP connection to one of the host's addresses, tried in order; each gets an equal part of the remaining time.
     Its time-out is unset. Raises `OSError`, and `TimeoutError` at the deadline."""
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a part that is empty, or too long for the name service
+        raise OSError(f"{host!r} cannot be a host name") from error
     failed: OSError = OSError(f"{host} has no address")
     for position, (family, kind, protocol, _, address) in enumerate(addresses):
-        left = deadline - time.monotonic()
+        left = min(deadline - time.monotonic(), WAIT_S_MAX)
         if left <= 0:
             raise TimeoutError(f"{position} of {len(addresses)} addresses were tried in time")
-        sock = BudgetSocket(family, kind, protocol)
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(left / (len(addresses) - position))
-            sock.connect(address)
-            sock.settimeout(None)
+            with ExitStack() as until_connected:
+                sock = BudgetSocket(family, kind, protocol)
+                until_connected.callback(sock.close)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(left / (len(addresses) - position))
+                sock.connect(address)
+                sock.settimeout(None)
+                until_connected.pop_all()
+                return sock
         except OSError as error:
-            sock.close()
             failed = error
-            continue
-        except BaseException:
-            sock.close()
-            raise
-        return sock
     raise failed

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
+from lmcache_core.errors import TierError
 from lmcache_core.limits import TIER_BATCH_KEYS_MAX
+from lmcache_core.plugins.components import Finding
 
 __all__ = [
     "AdapterContext",
@@ -27,6 +31,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_CHECK_PREFIX = b"lmcache-check"  # no server's keys begin so, or are as long: none takes the object for its own
+_CHECK_BYTES = 1 << 20
 
 
 class Result(StrEnum):
@@ -37,13 +43,17 @@ class Result(StrEnum):
             considers it stored.
         MISS: Of a load: the medium does not have it. Of no other call: deleting what is not there is DONE.
         FULL: Of a store: the medium has no room. An ordinary answer that is not retried. The tier evicts a part of its
-            objects, and this object is not stored there.
+            objects, and this object is not stored there. A medium may go on answering FULL after deletes, until it
+            compacts.
         THROTTLED: Of any call: the medium asks for a pause. The lane retries up to three times within the deadline,
             after 50 ms and twice as long each time. This does not count against the tier's health.
-        DAMAGED: Of a load: the object is longer than the buffers, or fails the medium's own checks. It is set aside and
-            counts as a miss. Shorter objects are DONE with their length: the server checks their content.
+        DAMAGED: Of a load: the object is longer than the buffers, fails the medium's own checks, or is the one that the
+            medium cannot read (a bad sector). It counts as a miss, and the next store of its key replaces it; the
+            server looks at it again before it is set aside. Shorter objects are DONE with their length: the server
+            checks their content.
         FAILED: Of any call: an error. Retried like THROTTLED if `Outcome.retryable` is set. After five calls in a row
-            with a FAILED outcome, the tier is left alone, and probed until it is back.
+            with a FAILED outcome, or that return after their deadline or not at all, the tier's circuit breaker opens:
+            only probes are made until it is back.
     """
 
     DONE = "done"
@@ -60,15 +70,31 @@ class Outcome(NamedTuple):
     Attributes:
         result: One of the six.
         nbytes: Of a load that is DONE: the bytes that it wrote, header and payload together. Ignored for a store.
-        error: What went wrong, in words for an operator: the tier's name, the place, and what the medium said. It
+        error: What went wrong, for an operator: the tier's name, the place, and what the medium said. It
             appears in `status` and `explain`, so it must not contain secrets.
         retryable: Whether the same call may succeed soon. Only read for FAILED.
+        version: Of a load: what the medium calls this state of the object, another after each store (an ETag, an inode
+            and its time). Empty: it has no name for it. A load that fills only the header gives the same.
+        cure: The end of `error` that says what an operator can do, if the adapter knows it. `Outcome.of(error)` sets
+            both from a `TierError`.
     """
 
     result: Result
     nbytes: int = 0
     error: str = ""
     retryable: bool = False
+    version: str = ""
+    cure: str = ""
+
+    @classmethod
+    def of(cls, error: TierError, result: Result = Result.FAILED) -> Outcome:
+        """For one object, what the error would tell of a whole call."""
+        return cls(result, error=str(error), retryable=error.retryable, cure=error.cure)
+
+    def as_error(self) -> TierError:
+        """The error of a whole call, from the outcome of one object."""
+        happened = self.error.removesuffix(f": {self.cure}") or f"the tier answered {self.result}"
+        return TierError(happened, cure=self.cure, retryable=self.retryable or self.result is Result.THROTTLED)
 
 
 class StoreItem(NamedTuple):
@@ -78,10 +104,13 @@ class StoreItem(NamedTuple):
         key: 1 to `key_bytes_max` bytes of any value, including NULs. A server's keys have 44.
         buffers: One after another; the first is the object's header. Read-only for the adapter, which must not use them
             after the call returns.
+        replaces: What the medium may have under the key is not to be trusted: store this in any case. Only matters to
+            an adapter that skips what is there already.
     """
 
     key: bytes
     buffers: Sequence[memoryview]
+    replaces: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +179,8 @@ class Capabilities:
     Attributes:
         thread_safe: Its methods may be called by several threads at once. False: one thread, one call at a time, and a
             call that hangs stops the tier until it returns.
+        stores: It can store. False: others put the objects there, as other nodes do into their pools; `store` is never
+            called, nothing is owed to the tier, and serdes are refused: what others have is not encoded.
         delete: It can delete. False: `delete` and `set_aside` are never called, the tier evicts nothing (a capacity
             with an eviction policy is refused), and damaged or cleared objects stay, unread.
         scan: It can list its objects. False: `scan` is never called; objects of a former server are found by `exists`
@@ -160,6 +191,9 @@ class Capabilities:
         evicts: The medium drops objects by itself when it is full. The kit asks for `small_adapter`.
         shared: Several servers may use the medium at once, and each sees what the others store and delete. The kit asks
             for `reopen`.
+        private: Nobody but servers stores in its place (a directory of its own), so that a name in our form proves that
+            an object is ours. False on a shared medium: the header of an object that this server has neither stored nor
+            loaded is read before it is evicted, and an object without our header is never deleted.
         batch_keys_max: Items in one call, at most; never more than 64.
         batch_bytes_max: Bytes in one call beyond which larger calls gain nothing. A larger object comes alone. None: 64
             MiB.
@@ -170,12 +204,14 @@ class Capabilities:
     """
 
     thread_safe: bool = True
+    stores: bool = True
     delete: bool = True
     scan: bool = True
     ttl: bool = False
     durable: bool = False
     evicts: bool = False
     shared: bool = False
+    private: bool = False
     batch_keys_max: int = TIER_BATCH_KEYS_MAX
     batch_bytes_max: int | None = None
     object_bytes_max: int | None = None
@@ -212,6 +248,7 @@ class AdapterContext:
 
     Attributes:
         tier: The tier's name in the settings, for messages.
+        server: The server's name; empty outside of one.
         connections: The number of concurrent requests that the operator allows (`l2.NAME.connections`).
         recount: Ask it if the adapter finds that the medium has changed unexpectedly.
         run_parallel: Used by `parallel`.
@@ -221,6 +258,7 @@ class AdapterContext:
     connections: int = 4
     recount: Recount = field(default_factory=Recount)
     run_parallel: Callable[[Sequence[Callable[[], Any]]], list[Any]] = field(default=_one_after_the_other)
+    server: str = ""
 
     def parallel(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls, at most `connections` at a time; results in order. The first exception is raised after all
@@ -239,10 +277,10 @@ class L2Adapter(ABC):
     write to a source. Turn off retries in the underlying library: the lane retries what the outcome allows. Keep work
     that holds the GIL short.
 
-    Calls overlap, unless `thread_safe` is False: up to two of `exists` and `scan`, four of `load`, and two of `store`,
-    `delete` and `set_aside` together, or `connections` of each if that is less; for each call that hangs past its
-    deadline one more, six in total at most. A call may use `AdapterContext.parallel` inside. `close` comes after the
-    last of them has returned; the constructor and `medium` come before the first.
+    Calls overlap, unless `thread_safe` is False: up to two of `exists` and `scan`, four of `load`, two of `store` and
+    `set_aside`, and two of `delete`, or `connections` of each if that is less; for each call that hangs past its
+    deadline one more, two more of each kind at most. A call may use `AdapterContext.parallel` inside. `close` comes
+    after the last of them has returned; the constructor and `medium` come before the first.
 
     A server names a key once in a batch. A key that is named twice is answered twice, as by two calls; of two stores of
     it one is kept, completely. A deadline may be days away, or infinite: reduce it to what your library can express.
@@ -250,6 +288,12 @@ class L2Adapter(ABC):
     a call returns, late or not, nothing of the adapter may use its buffers any more. Changes by another adapter or
     process must be seen at once: nothing read from the medium, including a missing key, may be cached for the next
     call.
+
+    An object is one object, also where the medium needs several pieces for it: only its last step makes it visible to
+    `load`, `exists` and `scan`, and a `delete` takes it away in one step, too. Pieces of a store that was killed, or
+    that another store overtook, are no object: nobody lists or counts them, they do not stay for good (a lease, a time
+    to live, the next store of the key), and whoever removes them spares those of a store that is under way. A delete
+    that meets a store of its key comes before it or after it: then nothing is there, or all of the new object.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -282,15 +326,26 @@ class L2Adapter(ABC):
         """Fill the buffers of each item, or answer MISS / DAMAGED / FAILED for it.
 
         DONE, MISS, DAMAGED, THROTTLED or FAILED for each. An object with more bytes than the buffers hold is DAMAGED.
-        After an answer that is not DONE the buffers' content is undefined.
+        After an answer that is not DONE the buffers' content is undefined. Never deletes or moves an object, whatever
+        it looks like: a read proves nothing about what the medium holds.
         """
+
+    def load_headers(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        """As `load`, but only the first buffer of each item has to be filled, and `nbytes` may stop there. Tells the
+        server whose an object is before it is evicted. Loads it whole, unless the medium can give a part.
+        """
+        return self.load(items, deadline)
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
         """Remove each object: DONE, THROTTLED or FAILED. One that is not there is DONE: deletes are idempotent."""
 
-    def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        """Take damaged objects out of the way. Deletes them, unless the medium has a better place for them."""
+    def set_aside(self, keys: Sequence[bytes], deadline: float, versions: Sequence[str] = ()) -> Sequence[Outcome]:
+        """Remove damaged objects from service. Deletes them, unless the medium has a better place for them.
+
+        `versions`: those that loads of these keys gave; never passed to an adapter whose loads give none. An object
+        that has another version by now stays where it is, and is DONE: somebody has replaced it.
+        """
         return self.delete(keys, deadline)
 
     @abstractmethod
@@ -298,7 +353,7 @@ class L2Adapter(ABC):
         """What is stored now, as far as the medium can tell cheaply; within a second, because there is no deadline.
 
         The server never calls it: it counts with `scan` and its own stores. Commands call it (`verify` and `copy`, to
-        show their progress), and so may your own `lmcache_check`. Raises `TierError` if the medium cannot be asked.
+        show their progress; `check`, for the tier's capacity). Raises `TierError` if the medium cannot be asked.
         """
 
     @abstractmethod
@@ -329,6 +384,59 @@ class L2Adapter(ABC):
         """
         return True
 
+    def status(self) -> dict[str, Any]:
+        """What an operator wants to know of the medium now, as plain values: it stands in `status` under the tier's
+        `adapter`, and its numbers become metrics (`tier_adapter_figures`). On the server's loop, so it must be cheap:
+        it waits for nothing and asks no medium. A table `parts` has a row for each part of the medium, by its name
+        (another node, for example), which may come and go; other names must not change while the server runs."""
+        return {}
+
+    def places(self, keys: Sequence[bytes]) -> Sequence[str]:
+        """Where on the medium each key was found by the last `exists`, in words for `explain` ("on node b"); empty: not
+        known, or a medium has only one place. From memory, on the server's loop, as `status`."""
+        return [""] * len(keys)
+
+    def check(self, deadline: float) -> Iterator[Finding]:
+        """What `lmcache-core check` reports before a server starts. Stores, looks up, lists, loads, compares and
+        deletes one object under a key that nobody else has; of a medium that stores or deletes nothing it only asks
+        whether the object is there. Raises `TierError` for the first thing that goes wrong, with a `cure` if the
+        adapter knows one; the object is deleted in that case, too.
+
+        Extend it by what else can be wrong with your medium (`yield from super().check(deadline)`). A finding without a
+        subject is about the tier.
+        """
+        key = _CHECK_PREFIX + os.urandom(16)
+        if not (self.capabilities.stores and self.capabilities.delete):
+            self.exists([key], deadline)
+            why = "deletes" if self.capabilities.stores else "stores"
+            yield Finding(True, "", f"it answers; nothing was stored, since it {why} nothing")
+            return
+        content = os.urandom(min(_CHECK_BYTES, self.capabilities.object_bytes_max or _CHECK_BYTES))
+        with contextlib.ExitStack() as unless_well:
+            unless_well.callback(self._clear_away, key, deadline)  # a failed store may have stored it
+            self._there_and_back(key, content, deadline)
+            unless_well.pop_all()
+        _expect_done(self.delete([key], deadline)[0])
+        yield Finding(True, "", "an object was stored, loaded and deleted")
+
+    def _there_and_back(self, key: bytes, content: bytes, deadline: float) -> None:
+        _expect_done(self.store([StoreItem(key, [memoryview(content)])], deadline)[0])
+        if not self.exists([key], deadline)[0]:
+            raise TierError("an object that was just stored is not found")
+        if self.capabilities.scan:
+            self.scan(None, deadline)
+        back = bytearray(len(content))
+        loaded = self.load([LoadItem(key, [memoryview(back)])], deadline)[0]
+        if loaded.result is not Result.DONE and not loaded.error:
+            raise TierError(f"an object that was just stored came back as {loaded.result}")
+        _expect_done(loaded)
+        if back != content:
+            raise TierError("an object came back with different bytes", cure="do not use this medium", retryable=False)
+
+    def _clear_away(self, key: bytes, deadline: float) -> None:
+        with contextlib.suppress(TierError):  # what went wrong before says more
+            self.delete([key], deadline)
+
     @abstractmethod
     def close(self) -> None:
         """Release everything: connections, descriptors, threads. Idempotent; any other method afterwards raises
@@ -341,3 +449,8 @@ class L2Adapter(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _expect_done(outcome: Outcome) -> None:
+    if outcome.result is not Result.DONE:
+        raise outcome.as_error()

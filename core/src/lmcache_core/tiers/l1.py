@@ -6,7 +6,7 @@ numbers; positions are indexes into the keys of the lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
 
@@ -32,7 +32,7 @@ class TierReason(StrEnum):
 
 
 class Stored(IntEnum):
-    """What a tier's books say about one key."""
+    """What a tier's accounts say about one key."""
 
     NO = 0  # not there, and not on its way
     YES = 1
@@ -177,6 +177,21 @@ class L1Port(Protocol):
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes of the pool, one-dimensional. Valid while the position is held."""
+        ...
+
+    @property
+    def ready_objects(self) -> int:
+        """How many objects are ready, including adopted ones that `walk` does not find yet."""
+        ...
+
+    @property
+    def walkable(self) -> bool:
+        """Whether `walk` finds every object."""
+        ...
+
+    def walk(self) -> Iterator[CommittedObject | None]:
+        """Each slot, in order: its object if it is ready and not loaded for one reader only. Finds every object that
+        stays where it is until the walk ends; others may come and go."""
         ...
 
     def layout(self, layout_id: int) -> Layout:

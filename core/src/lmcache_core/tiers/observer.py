@@ -1,4 +1,4 @@
-"""Observers of tiers: told of stores, removals and health, in addition to the caller of each operation."""
+"""Observers of tiers: notified of stores, removals and health, in addition to the caller of each operation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ class TierObserver(Protocol):
     def removed(self, tier: str, namespace: int, keys: Sequence[bytes]) -> None:
         """The tier does not have these any more."""
 
+    def changed(self, namespace: int, keys: Sequence[bytes]) -> None:
+        """A tier may serve these now, or may no longer: other tiers may have them, too."""
+
+    def recounted(self) -> None:
+        """Any number of objects may have come or gone: a medium was listed, or another server has moved epochs."""
+
     def breaker_moved(self, tier: str, what: str, state: str, error: str) -> None:
         """`what`: "reads" or "writes". `open`: the tier is not called for a while; `closed`: it is called again."""
 
     def tier_changed(self, tier: str, action: str) -> None:
         """`action`: `add`, `drain`, `remove`, `reconfigure` or `replace`, at run time."""
 
-
-class TierTracer(Protocol):
-    """Told of calls to tiers, for tracing. Called on the loop's thread; must be quick, and must not raise. Times are
-    seconds of the server's clock."""
+    # --- for tracing: times are seconds of the server's clock ----------------------------------------------
 
     def loaded(
         self,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Event
 from typing import TypeVar
 
 from lmcache_core.errors import TierError
+from lmcache_core.guard import guarded
 from lmcache_core.limits import TIER_RETRIES_MAX, TIER_RETRY_PAUSE_S
+from lmcache_core.tiers.answers import ANY_RESULT, found_of, outcomes_of
 from lmcache_core.tiers.contract import Outcome, Result
 
 Item = TypeVar("Item")
@@ -28,16 +30,21 @@ def _pause_s(attempt: int) -> float:
 
 
 def call_batch(
-    call: Callable[[Sequence[Item], float], Sequence[Outcome]], items: Sequence[Item], deadline: float, stop: Event
+    call: Callable[[Sequence[Item], float], Sequence[Outcome]],
+    items: Sequence[Item],
+    deadline: float,
+    stop: Event,
+    allowed: Collection[Result] = ANY_RESULT,
 ) -> list[Outcome]:
     """One outcome for each item, after the retries that are allowed. Blocks; ends by `deadline` if the adapter observes
-    it, and at once when `stop` is set. An adapter that breaks its contract gets FAILED outcomes.
+    it, and at once when `stop` is set. An adapter that breaks its contract gets FAILED outcomes; `allowed` are the
+    results that this call may have.
     """
     outcomes = [Outcome(Result.FAILED, error="not tried")] * len(items)
     todo = list(range(len(items)))
     attempt = 0
     while True:
-        for position, outcome in zip(todo, _once(call, [items[i] for i in todo], deadline), strict=True):
+        for position, outcome in zip(todo, _once(call, [items[i] for i in todo], deadline, allowed), strict=True):
             outcomes[position] = outcome
         todo = [position for position in todo if retryable(outcomes[position])]
         pause = _pause_s(attempt)
@@ -47,18 +54,17 @@ def call_batch(
 
 
 def _once(
-    call: Callable[[Sequence[Item], float], Sequence[Outcome]], items: Sequence[Item], deadline: float
+    call: Callable[[Sequence[Item], float], Sequence[Outcome]],
+    items: Sequence[Item],
+    deadline: float,
+    allowed: Collection[Result],
 ) -> Sequence[Outcome]:
-    try:
-        outcomes = call(items, deadline)
-    except TierError as error:
-        return [Outcome(Result.FAILED, error=str(error), retryable=error.retryable)] * len(items)
-    except BaseException as error:  # noqa: BLE001 - an adapter is someone else's code: its bugs end here, in words
+    def failed(error: BaseException) -> Sequence[Outcome]:
+        if isinstance(error, TierError):
+            return [Outcome.of(error)] * len(items)
         return [Outcome(Result.FAILED, error=f"{type(error).__name__}: {error}")] * len(items)
-    if len(outcomes) != len(items):
-        error_text = f"the adapter returned {len(outcomes)} outcomes for {len(items)} items"
-        return [Outcome(Result.FAILED, error=error_text)] * len(items)
-    return outcomes
+
+    return outcomes_of(call, guarded(failed, call, items, deadline), len(items), allowed)
 
 
 def ask_batch(
@@ -68,14 +74,10 @@ def ask_batch(
     attempt = 0
     while True:
         try:
-            found = list(call(keys, deadline))
+            return found_of(call, call(keys, deadline), len(keys))
         except TierError as error:
             pause = _pause_s(attempt)
             late = time.monotonic() + pause >= deadline
             if not error.retryable or attempt >= TIER_RETRIES_MAX or late or stop.wait(pause):
                 raise
             attempt += 1
-            continue
-        if len(found) != len(keys):
-            raise TierError(f"the adapter returned {len(found)} answers for {len(keys)} keys", retryable=False)
-        return found

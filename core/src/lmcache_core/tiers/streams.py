@@ -11,12 +11,13 @@ import socket
 import struct
 import time
 
+from lmcache_core.limits import WAIT_S_MAX
+
 __all__ = ["BUFFERS_MAX", "advance", "left_s", "limit", "receive_into"]
 
 BUFFERS_MAX = 512  # in one call; the system allows 1,024
 _TIMEVAL = struct.Struct("@ll")
 _TIME_MIN_S = 0.001
-_TIME_MAX_S = 1e6  # deadlines may be further away, even infinite, but sockets take at most 24 days
 
 
 def left_s(deadline: float) -> float:
@@ -24,7 +25,7 @@ def left_s(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the deadline has come")
-    return min(max(left, _TIME_MIN_S), _TIME_MAX_S)
+    return min(max(left, _TIME_MIN_S), WAIT_S_MAX)
 
 
 def limit(sock: socket.socket, which: int, deadline: float) -> None:

@@ -30,37 +30,38 @@ from msgspec import structs
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.guard import guarded
 from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX, TIERING_STEP_S
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
+from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.flow.jobs import Job, TierLookup
 from lmcache_core.tiers.flow.lookup import LookupController
 from lmcache_core.tiers.flow.store import StoreController
 from lmcache_core.tiers.flow.whereabouts import StoredWatch, Whereabouts
+from lmcache_core.tiers.flow.writeback import WriteBack
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
-from lmcache_core.tiers.observer import TierObserver, TierTracer
+from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.tier.config import TierConfig
-from lmcache_core.tiers.tier.lanes import Call, Note
+from lmcache_core.tiers.tier.lanes import Posted
 from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_PIECES = 3  # kinds of work that take turns: ended calls, plans, submitted batches
+_PIECES = 4  # kinds of work that take turns: ended calls, plans, submitted batches, write-back
 
 
 @dataclass(frozen=True)
 class TieringConfig:
     """`dirty`: what happens to an object whose room the L1 needs before every tier has it. "drop" evicts it after all
     others, and counts it as lost; "keep" and "wait" hold it in the L1 until it is stored (while the tiers are behind, a
-    new store then answers FULL, or waits for a while). `epochs_path`: where the namespaces' epochs are kept; None: only
-    in memory.
+    new store then answers FULL, or waits for a while).
     """
 
     prefetch_in_flight_max: int = PREFETCH_IN_FLIGHT_MAX
     store_in_flight_bytes_max: int = STORE_IN_FLIGHT_BYTES_MAX
     dirty: str = "drop"
-    epochs_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.dirty not in ("drop", "keep", "wait"):
@@ -81,15 +82,15 @@ class Tiering:
         prefetch_policy: PrefetchPolicy,
         config: TieringConfig = TieringConfig(),
         observer: TierObserver | None = None,
-        tracer: TierTracer | None = None,
         on_tier: Callable[[Tier], None] | None = None,
+        epochs: Epochs | None = None,
     ) -> None:
-        """`observer` is told of stores and of the tiers' health, `tracer` of each call that loads or stores, and
-        `on_tier` of each tier before it is used, including those added or replaced later."""
+        """`epochs`: those of the namespaces; None: only of this process. `observer` is notified of stores, loads and
+        health, and `on_tier` of each tier before it is used, including those added or replaced later."""
         self._wake = wake
         self._clock = clock
         self.wants_reuse = store_policy.wants_reuse
-        self._ended: deque[Call | Note] = deque()  # appended to by lane threads
+        self._ended: deque[Posted] = deque()  # appended to by lane threads
         self._turn = 0  # the kind of work that is next
         self._touched = True  # something has changed since the last step
         self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
@@ -97,7 +98,8 @@ class Tiering:
         self._tiers_at = 0.0  # … and when a tier has work
         self._epochs_at = 0.0  # when to look for clears of other servers
         self._tiers: dict[str, Tier] = {}
-        self._epochs = Epochs(config.epochs_path)
+        self._epochs = Epochs() if epochs is None else epochs
+        self._epochs.on_risen.append(self._epochs_risen)
         self._stores = StoreController(
             l1,
             self._tiers,
@@ -106,11 +108,11 @@ class Tiering:
             in_flight_bytes_max=config.store_in_flight_bytes_max,
             keep=config.dirty != "drop",
             observer=observer,
-            tracer=tracer,
         )
         self._lookups = LookupController(
-            l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max, tracer
+            l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max, observer
         )
+        self._write_back = WriteBack(l1, self._tiers, self._stores, self._epochs, clock)
         self._draining = False
         self._faults = 0
         self._observer = observer
@@ -118,6 +120,11 @@ class Tiering:
         for tier in tiers:
             self._check_name(tier)
             self._use(tier)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises `UsageError`, with the cure, if some tier could never store objects of this layout."""
+        for tier in self._tiers.values():
+            tier.check_layout(layout)
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Only queues; `step` does the work."""
@@ -143,12 +150,13 @@ class Tiering:
 
     def stored(self, namespace: int, keys: Sequence[bytes]) -> StoredWatch:
         """Watch what becomes of committed keys."""
-        return StoredWatch(self._tiers, self._stores, namespace, self._epochs.of(namespace), keys)
+        epoch = self._epochs.of(namespace)
+        return StoredWatch(self._tiers, self._stores, self._write_back, namespace, epoch, keys, self._clock)
 
     @property
     def moves(self) -> int:
-        """A number that changes whenever something is planned, stored or lost."""
-        return self._stores.moves
+        """A number that changes whenever something is planned, stored, lost, or found not to be owed."""
+        return self._stores.moves + self._write_back.moves
 
     @property
     def names(self) -> Sequence[str]:
@@ -179,10 +187,9 @@ class Tiering:
                 self._guarded(tier.step)
         if now >= self._epochs_at:
             self._epochs_at = now + HOUSEKEEPING_S
-            if self._epochs.refresh():
-                self._forget_former_epochs()
+            self._epochs.refresh()
         self._stores.unblock()
-        pieces = (self._end_one, self._stores.plan_some, self._stores.submit_some)
+        pieces = (self._end_one, self._stores.plan_some, self._stores.submit_some, self._write_back.step)
         until, nothing_done = self._clock.read() + TIERING_STEP_S, 0
         while nothing_done < _PIECES:
             piece = pieces[self._turn]
@@ -207,10 +214,10 @@ class Tiering:
         return self._next_at
 
     def _soonest(self) -> float:
-        if self._stores.has_work or self._lookups.has_work:
+        if self._stores.has_work or self._lookups.has_work or self._write_back.has_work:
             return self._clock.now
-        at = self._stores.next_at(self._clock.now)
-        return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
+        times = (self._stores.next_at(self._clock.now), self._write_back.next_at)
+        return min(self._tiers_at, self._lookups.next_deadline, *(at for at in times if at is not None))
 
     def remove(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
         """Delete what the tiers have under these keys, in the background: after the stores that are under way, and
@@ -224,20 +231,24 @@ class Tiering:
         self._lookups.loads.remove(namespace, keys)
         return [key for key, name in zip(keys, names, strict=True) if name in had]
 
-    def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
-        """A fence: loads and lookups in flight in this scope (None: everything) end as CLEARED. With `tiers` the epoch
-        moves, a delete follows each store in flight, and what the tiers hold is deleted in the background. Call it
-        after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be saved.
-        """
+    def move_epoch(self, namespace: int | None, on_done: Callable[[Exception | None], None]) -> None:
+        """Put everything that tiers have of a namespace (None: of all) out of reach, for good. `on_done` is called when
+        that is kept on a medium, at once or later, with a `SettingsError` if it cannot be; call `clear` then."""
+        self._epochs.move(namespace, on_done)
+
+    def clear(self, namespace: int | None) -> None:
+        """A fence: loads and lookups in flight in this scope (None: everything) end as CLEARED, a delete follows each
+        store in flight of a former epoch, and what the tiers hold of it is deleted in the background. Call it after the
+        kernel's own clear."""
         self._settled = True
-        try:
-            if tiers:
-                self._epochs.move(namespace)
-        finally:  # the L1 is already cleared: its part of the fence holds even if the epoch cannot be saved
-            self._stores.clear(namespace)
-            self._lookups.clear(namespace)
-        if tiers:
-            self._forget_former_epochs()
+        self._stores.clear(namespace)
+        self._lookups.clear(namespace)
+        self._forget_former_epochs()
+
+    def _epochs_risen(self, scopes: Sequence[int | None]) -> None:
+        self._forget_former_epochs()
+        if self._observer is not None:
+            self._observer.recounted()
 
     def _forget_former_epochs(self) -> None:
         for tier in self._tiers.values():
@@ -253,7 +264,10 @@ class Tiering:
         """Change the figures of a running tier; if it was drained, it is stored to again. `connections` cannot change:
         replace the tier. Raises `UsageError` for an unknown name."""
         tier = self._tier(name)
+        was_draining = tier.draining
         tier.reconfigure(config)
+        if was_draining:
+            self._write_back.tier_added(name)
         self._changed(name, "reconfigure")
 
     def replace_tier(self, tier: Tier) -> None:
@@ -279,6 +293,13 @@ class Tiering:
             known |= tier.accounting.known(names)
         return {key for key, name in zip(keys, names, strict=True) if name in known}
 
+    def on_tiers(self, namespace: int, keys: Sequence[bytes]) -> bytes:
+        """Whether any tier has each key: 1 or 0, or 2 where none is known to have it and one is still listing its
+        medium."""
+        known = self.known(namespace, keys)
+        absent = 2 if any(tier.accounting.scanning for tier in self._tiers.values()) else 0
+        return bytes(1 if key in known else absent for key in keys)
+
     def tenants_changed(self) -> None:
         """Have every tier check what its tenants must give back."""
         self._settled = True
@@ -294,6 +315,7 @@ class Tiering:
         tier = self._tier(name)
         del self._tiers[name]
         self._stores.tier_removed(name)
+        self._write_back.tier_removed(name)
         tier.abandon()
         tier.close(waits=False)
         self._changed(name, "remove")
@@ -303,17 +325,28 @@ class Tiering:
         self._draining = self._settled = True
         for tier in self._tiers.values():
             tier.hurries = True
+        self._write_back.hurry()
         self._lookups.cancel_all()
 
     @property
     def owed(self) -> dict[str, int]:
-        """How many objects each tier does not have yet."""
-        return self._stores.owed
+        """How many objects each tier does not have yet, or may not have."""
+        return {
+            name: planned + (0 if self._tiers[name].draining else self._write_back.owed(name))
+            for name, planned in self._stores.owed.items()
+        }
+
+    @property
+    def owed_deletes(self) -> dict[str, int]:
+        """How many objects were dropped that each tier still has, or may have."""
+        return {name: tier.accounting.drops for name, tier in self._tiers.items() if tier.adapter.capabilities.delete}
 
     @property
     def drained(self) -> bool:
-        """Nothing is pending or in flight, except objects for tiers that do not answer."""
-        return self._stores.idle and self._lookups.idle and not self._ended
+        """Nothing is pending or in flight, except for tiers that do not answer."""
+        if any(tier.owes_deletes for tier in self._tiers.values()):
+            return False
+        return self._stores.idle and self._write_back.idle and self._lookups.idle and not self._ended
 
     def close(self) -> bool:
         """End everything without waiting for any lane. True: no call is running, so the pool may be unmapped."""
@@ -334,7 +367,7 @@ class Tiering:
         return {
             "draining": self._draining,
             "faults": self._faults,
-            "stores": self._stores.status(),
+            "stores": {**self._stores.status(), "dirty": self.owed},
             "lookups": self._lookups.status(),
             "tiers": [tier.status() for tier in self._tiers.values()],
         }
@@ -357,7 +390,9 @@ class Tiering:
         tier.start(self._post, self._epochs, self._clock, self._observer)
         if self._on_tier is not None:
             self._on_tier(tier)
+        tier.hurries = self._draining
         self._tiers[tier.name] = tier
+        self._write_back.tier_added(tier.name)
 
     def _changed(self, name: str, action: str) -> None:
         if self._observer is not None:
@@ -373,25 +408,20 @@ class Tiering:
     def _end_one(self) -> bool:
         if not self._ended:
             return False
-        call = self._ended.popleft()
-        self._guarded(call.tell_end)
-        call.result = None
+        self._guarded(self._ended.popleft().tell_end)
         self._settled = True
         self._stores.unblock()
         return True
 
     def _guarded(self, method: Callable[..., Any], *arguments: Any) -> bool:
-        """Whether it did something. Third-party policies and serdes run on this thread: neither a bug in them nor a
-        panic in Rust (which is no `Exception`) must end the server."""
-        try:
-            return bool(method(*arguments))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            self._faults += 1
-            logger.exception("a fault in the tiers; the server goes on")
-            return False
+        """Whether it did something. Third-party policies and serdes run on this thread, and must not end the server."""
+        return bool(guarded(self._failed, method, *arguments))
 
-    def _post(self, call: Call | Note) -> None:
-        self._ended.append(call)
+    def _failed(self, error: BaseException) -> bool:
+        self._faults += 1
+        logger.error("a fault in the tiers; the server goes on", exc_info=error)
+        return False
+
+    def _post(self, posted: Posted) -> None:
+        self._ended.append(posted)
         self._wake()

@@ -14,7 +14,9 @@ from functools import cache
 from struct import calcsize
 from typing import Any
 
+from lmcache_core.buffers import address_of, check_reachable, check_tensor, held, may_vanish
 from lmcache_core.errors import UsageError
+from lmcache_core.tensors import dense_memory, is_tensor, whole_tensor
 
 TOKEN_BYTES = 4
 TOKEN_ID_MAX = (1 << 32) - 1
@@ -22,6 +24,7 @@ TOKEN_ID_MAX = (1 << 32) - 1
 _LITTLE = sys.byteorder == "little"
 _WORD = "I"  # array's unsigned int: 4 bytes on every Linux
 _SIGNED = frozenset("ilqn")
+_LISTS = (list, tuple, range)
 _INTEGERS = _SIGNED | frozenset("ILQN")  # 32 or 64 bits, depending on the item size
 _NARROWED_AT_ONCE = 4096  # small enough that the temporaries are reused: allocating large ones costs more than the work
 
@@ -41,14 +44,15 @@ def token_words(tokens: Tokens) -> memoryview:
     integers, or an iterable of ints. The view may share memory with `tokens`: use it before they change.
     Raises `UsageError` naming the position of an id that is negative or does not fit 32 bits.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tokens, torch.Tensor):
+    if is_tensor(tokens):
         words = _of_tensor(tokens)
     else:
         try:
             view = memoryview(tokens)
         except TypeError:
             words = _of_iterable(tokens)
+        except (ValueError, BufferError) as error:
+            raise UsageError(f"tokens have no buffer that can be read: {error}") from error
         else:
             words = _of_buffer(view)
     if not _LITTLE:
@@ -64,20 +68,34 @@ def in_memory(tokens: Tokens) -> tuple[Any, Any]:
     A tensor becomes a view of its memory (it has no buffer protocol, and `.numpy()` would need numpy); one on another
     device is first copied to this one. Everything else stays as it is.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(tokens, torch.Tensor):
-        return tokens, tokens
-    # As few calls as possible: with cold caches, each of torch's takes as long as hashing hundreds of tokens.
-    code = _tensor_formats(torch).get(tokens.dtype)
+    if not is_tensor(tokens):
+        return tokens, tokens if type(tokens) in _LISTS else _kept(tokens)
+    name = "the tensor of tokens"
+    found = check_tensor(tokens, name)
+    code = _tensor_formats(sys.modules["torch"]).get(found.tensor.dtype)
     if code is None:
-        dtype = str(tokens.dtype).removeprefix("torch.")
+        dtype = str(found.tensor.dtype).removeprefix("torch.")
         raise UsageError(f"tokens are a tensor of {dtype}: use int32, uint32, int64 or uint64")
-    shape = tokens.shape
+    shape = found.tensor.shape
     _check_dimensions(len(shape), tuple(shape))
     if not shape[0]:
         return memoryview(b"").cast("I"), tokens
-    local = tokens if tokens.is_cpu and tokens.is_contiguous() else tokens.detach().cpu().contiguous()
-    return _memory_at(local.data_ptr(), shape[0] * calcsize(code), _READ_ONLY).cast(code), local
+    local = dense_memory(whole_tensor(found, name), name)
+    return _memory_at(local.address, shape[0] * calcsize(code), _READ_ONLY).cast(code), local.storage
+
+
+def _kept(tokens: Any) -> Any:
+    """What to keep while their memory is read. Raises `UsageError` if it is not there any more."""
+    try:
+        view = memoryview(tokens)
+    except (TypeError, ValueError, BufferError):  # no buffer, or one that is refused where it is read
+        return tokens
+    owner = held(view)
+    if view.nbytes and may_vanish(owner):
+        reach = [(size - 1) * stride for size, stride in zip(view.shape or (), view.strides or (), strict=True)]
+        low, high = sum(min(0, each) for each in reach), sum(max(0, each) for each in reach)
+        check_reachable("the buffer of tokens", address_of(view) + low, high - low + view.itemsize)
+    return owner
 
 
 @cache
@@ -86,7 +104,7 @@ def _tensor_formats(torch: Any) -> dict[Any, str]:
 
 
 def _of_iterable(tokens: Any) -> memoryview:
-    if isinstance(tokens, str | Mapping | Set) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, str | Mapping | Set) or not issubclass(type(tokens), Iterable):
         raise UsageError(f"tokens are a {type(tokens).__name__}: give a sequence, array or tensor of token ids")
     # Kept, because an iterator could not be walked again to find the fault.
     ids = tokens if isinstance(tokens, list | tuple | range) else list(tokens)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import CHUNK_TOKENS, KEY_BYTES
 from lmcache_core.native import native
 from lmcache_core.tokens.canonical import TOKEN_BYTES, Tokens, in_memory, token_words
-from lmcache_core.tokens.namespace import Namespace
 
 BLOCK_HASH_BYTES_MIN = 32  # 256 bits: with fewer, a collision, which serves another prompt's KV, is within reach
 NAMED_HASH_BYTES_MIN = 16  # for an algorithm that the caller has named, and so knows
@@ -28,9 +28,18 @@ _NAMED_BLOCK_TAG = b"lmcache-core named block hash 1"
 _EXTRA_TAG = b"lmcache-core chunk extra 1"
 
 
+class KeyRoot(Protocol):
+    """A `Namespace`, or anything else that has the digest of one."""
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, of which every key is made."""
+        ...
+
+
 def chunk_keys(
     tokens: Tokens,
-    namespace: Namespace,
+    namespace: KeyRoot,
     chunk_tokens: int = CHUNK_TOKENS,
     *,
     previous: bytes | None = None,
@@ -123,7 +132,7 @@ def _chained(key: bytes, words: memoryview, step: int) -> list[bytes]:
 
 
 def keys_from_block_hashes(
-    hashes: Sequence[bytes], namespace: Namespace, *, algorithm: str = "", seed: bytes | str = b""
+    hashes: Sequence[bytes], namespace: KeyRoot, *, algorithm: str = "", seed: bytes | str = b""
 ) -> list[bytes]:
     """One key for each chained block hash of an engine, so that tokens are hashed only once.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -21,6 +21,8 @@ class Arrival(NamedTuple):
     objects: Sequence[CommittedObject]
     shielded: bool
     number: int = 0  # in order of arrival
+    # Tier → the positions that it lacks, of objects that were committed before; None: just committed, no tier has them.
+    lacking: Mapping[str, Set[int]] | None = None
 
     @property
     def namespace(self) -> int:
@@ -136,6 +138,15 @@ class Arrivals:
                     self._shields.take(namespace, arrival.names)
                 self._queue.append(arrival)
                 self.objects += len(arrival.objects)
+
+    def add_owed(self, objects: Sequence[CommittedObject], lacking: Mapping[str, Set[int]], *, shields: bool) -> None:
+        """As `add`, for up to `PLAN_KEYS` objects of one namespace that some tiers lack."""
+        self.last += 1
+        arrival = Arrival(objects, shields, self.last, lacking)
+        if shields:
+            self._shields.take(arrival.namespace, arrival.names)
+        self._queue.append(arrival)
+        self.objects += len(objects)
 
     def take(self) -> Arrival:
         """Remove and return the oldest. The caller must end its shield."""

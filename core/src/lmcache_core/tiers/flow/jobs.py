@@ -37,7 +37,7 @@ class TierLookup(NamedTuple):
     missing: Sequence[int]
     deadline: float
     options: LookupOptions = ORDINARY_LOOKUP
-    trace: Hashable | None = None  # passed to a `TierTracer` with its loads; None: not traced
+    trace: Hashable | None = None  # passed to a `TierObserver` with its loads; None: not traced
 
     @property
     def wanted(self) -> Wanted:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lmcache_core.clock import Clock
+from lmcache_core.guard import guarded
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.flow.jobs import Job
 from lmcache_core.tiers.flow.load_states import LOAD_TRANSITIONS, LoadEvent, LoadState
@@ -20,8 +21,9 @@ from lmcache_core.tiers.l1 import L1Port, LoadGrant, Loading, LoadWait, TierReas
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import ObjectKind
 from lmcache_core.tiers.object.transfer import Loaded, Transfer
-from lmcache_core.tiers.observer import TierTracer
-from lmcache_core.tiers.tier.lanes import Call, Priority
+from lmcache_core.tiers.observer import TierObserver
+from lmcache_core.tiers.tier.calls import LoadCall
+from lmcache_core.tiers.tier.lanes import Priority
 from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -98,29 +100,27 @@ class _Page:
             load.page = self
 
 
-class LoadBatch:
+class LoadBatch(LoadCall):
     """The loads that one call of one tier serves."""
 
-    __slots__ = ("began_s", "call", "loads", "tier", "tracer")
-
-    def __init__(self, tier: str, loads: Sequence[Load], began_s: float, tracer: TierTracer | None) -> None:
-        self.tier = tier
+    def __init__(self, table: LoadTable, tier: Tier, loads: Sequence[Load], kind: ObjectKind, began_s: float) -> None:
+        terms = loads[0].terms
+        transfers = [Transfer(load.key, load.namespace, load.epoch, kind, load.view) for load in loads]
+        super().__init__(tier, transfers, terms.deadline, terms.priority)
+        self.table = table
         self.loads = loads
         self.began_s = began_s
-        self.tracer = tracer
-        self.call: Call | None = None
 
-    def sent(self, call: Call) -> None:
-        """The tier has taken the call."""
-        self.call = call
-        for load in self.loads:
-            load.move(LoadEvent.SUBMIT)
-            load.batch = self
+    def loaded(self, results: Sequence[Loaded]) -> None:
+        self.table.loaded(self, results)
+
+    def given_up(self, *, running: bool) -> None:
+        self.table.given_up(self, running)
 
     def traces(self) -> dict[Hashable, list[int]]:
         """The positions that traced lookups wait for."""
         found: dict[Hashable, list[int]] = {}
-        for at, load in enumerate(self.loads if self.tracer is not None else ()):
+        for at, load in enumerate(self.loads if self.table.observer is not None else ()):
             for job, _ in load.waiters:
                 if job.request.trace is not None:
                     found.setdefault(job.request.trace, []).append(at)
@@ -137,7 +137,7 @@ class LoadTable:
         epochs: Epochs,
         clock: Clock,
         settle: Settle,
-        tracer: TierTracer | None,
+        observer: TierObserver | None,
     ) -> None:
         self._l1 = l1
         self._tiers = tiers
@@ -146,7 +146,7 @@ class LoadTable:
         self._table: dict[tuple[int, bytes], Load] = {}
         self._batches: dict[LoadBatch, None] = {}  # their calls have not returned
         self._clock = clock
-        self._tracer = tracer
+        self.observer = observer
 
     def __len__(self) -> int:
         """Loads that are out, late ones included."""
@@ -246,33 +246,30 @@ class LoadTable:
         kind = None if tier is None else self._kind(tier, terms.layout_id)
         refused = TierReason.TIER_ERROR
         if tier is not None and kind is not None:
-            batch = LoadBatch(name, loads, self._clock.now, self._tracer)
-            transfers = [Transfer(load.key, load.namespace, load.epoch, kind, load.view) for load in loads]
-            call = tier.load(
-                transfers, terms.deadline, terms.priority, partial(self._ended, batch), partial(self._late, batch)
-            )
-            if isinstance(call, Call):
+            batch = LoadBatch(self, tier, loads, kind, self._clock.now)
+            reason = batch.begin()
+            if reason is None:
                 self._batches[batch] = None
-                batch.sent(call)
+                for load in loads:
+                    load.move(LoadEvent.SUBMIT)
+                    load.batch = batch
                 return
-            refused = call
+            refused = reason
         self._elsewhere([(load, refused) for load in loads])
 
     def _kind(self, tier: Tier, layout_id: int) -> ObjectKind | None:
         """The kind of objects of this layout on this tier. None: none can be stored there, because the codec chain
         cannot describe them."""
-        try:
-            return tier.kind(self._l1.layout(layout_id))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            logger.exception("tier %s cannot hold objects of layout %d", tier.name, layout_id)
-            return None
+
+        def none(error: BaseException) -> None:
+            logger.error("tier %s cannot hold objects of layout %d", tier.name, layout_id, exc_info=error)
+
+        return guarded(none, lambda: tier.kind(self._l1.layout(layout_id)))
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _ended(self, batch: LoadBatch, results: Sequence[Loaded]) -> None:
-        """Its call has returned: no lane writes to the slots any more."""
-        self._over_with(batch)
+    def loaded(self, batch: LoadBatch, results: Sequence[Loaded]) -> None:
+        """The batch has returned: no lane writes to the slots any more."""
+        del self._batches[batch]
         traces = batch.traces()
         returned_s = self._clock.read() if traces else 0.0
         good: list[Load] = []
@@ -294,15 +291,15 @@ class LoadTable:
             self._tell(load, reason)
         if bad:
             self._elsewhere(bad)
-        if batch.tracer is not None and traces:
-            batch.tracer.loaded(batch.tier, batch.began_s, returned_s, traces, batch.loads[0].nbytes, results)
+        if self.observer is not None and traces:
+            self.observer.loaded(batch.tier.name, batch.began_s, returned_s, traces, batch.loads[0].nbytes, results)
 
-    def _late(self, batch: LoadBatch, running: bool) -> None:
-        """Its deadline has passed. `running`: a lane may still be writing, and `_ended` follows."""
+    def given_up(self, batch: LoadBatch, running: bool) -> None:
+        """The deadline has passed. `running`: a lane may still be writing, and `loaded` follows."""
         if not running:
-            self._over_with(batch)
-        if batch.tracer is not None and (traces := batch.traces()):
-            batch.tracer.load_failed(batch.tier, batch.began_s, traces, TierReason.LATE)
+            del self._batches[batch]
+        if self.observer is not None and (traces := batch.traces()):
+            self.observer.load_failed(batch.tier.name, batch.began_s, traces, TierReason.LATE)
         for load in batch.loads:
             if running:
                 load.move(LoadEvent.EXPIRE)
@@ -310,11 +307,6 @@ class LoadTable:
             else:
                 load.move(LoadEvent.RETURN)
                 self._abort(load, TierReason.LATE)
-
-    def _over_with(self, batch: LoadBatch) -> None:
-        """No call is out for it. Breaks the cycle between call and batch."""
-        self._batches.pop(batch, None)
-        batch.call = None
 
     def _commit(self, loads: Sequence[Load]) -> list[tuple[Load, TierReason | None]]:
         """Publish what was loaded. Returns the outcome of each: None, or CLEARED if a clear came first."""
@@ -392,11 +384,10 @@ class LoadTable:
 
     def _cancel_batch(self, batch: LoadBatch) -> None:
         """Cancel the call of a batch if no job waits for any of its loads, unless it has begun."""
-        tier = self._tiers.get(batch.tier)
-        if tier is None or batch.call is None or any(load.waiters for load in batch.loads):
+        if self._tiers.get(batch.tier.name) is not batch.tier or any(load.waiters for load in batch.loads):
             return
-        if tier.cancel(batch.call):
-            self._over_with(batch)
+        if batch.cancel():
+            del self._batches[batch]
             for load in batch.loads:
                 load.move(LoadEvent.RETURN)
                 self._abort(load, TierReason.CANCELLED)

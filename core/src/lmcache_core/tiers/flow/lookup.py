@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import UsageError
+from lmcache_core.guard import guarded
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
-from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
+from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy, TierView
 from lmcache_core.tiers.flow.job_states import JobEvent, JobState
 from lmcache_core.tiers.flow.jobs import Job, TierLookup, Wanted, select
 from lmcache_core.tiers.flow.loads import LoadTable
 from lmcache_core.tiers.l1 import L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_key
-from lmcache_core.tiers.observer import TierTracer
+from lmcache_core.tiers.observer import TierObserver
+from lmcache_core.tiers.tier.calls import ExistsCall
 from lmcache_core.tiers.tier.lanes import WAITED_FOR, WARM_UP, Priority
 from lmcache_core.tiers.tier.tier import Tier
 
@@ -32,7 +34,7 @@ class _Work:
 
     policy: PrefetchPolicy
     priority: Priority
-    asked: list[str] = field(default_factory=list)  # in the order of the tiers
+    tier_names: list[str] = field(default_factory=list)  # in the order of the tiers
     waiting: set[str] = field(default_factory=set)  # asked, not answered yet
     found: dict[str, Sequence[bool]] = field(default_factory=dict)
     failed: list[TierReason] = field(default_factory=list)
@@ -52,14 +54,14 @@ class LookupController:
         epochs: Epochs,
         clock: Clock,
         in_flight_max: int,
-        tracer: TierTracer | None = None,
+        observer: TierObserver | None = None,
     ) -> None:
         self._l1 = l1
         self._tiers = tiers
         self._epochs = epochs
         self._in_flight_max = in_flight_max
         self.policy = policy
-        self.loads = LoadTable(l1, tiers, epochs, clock, self._settled, tracer)
+        self.loads = LoadTable(l1, tiers, epochs, clock, self._settled, observer)
         self.counts: Counter[str] = Counter()
         self._ids = count(1)
         self._clock = clock
@@ -160,33 +162,31 @@ class LookupController:
         tiers = request.options.tiers
         names = [name for name in self._tiers if tiers is None or name in tiers]
         if keys:
-            work.asked = names
+            work.tier_names = names
             for name in names:
-                refused = self._tiers[name].ask(keys, deadline, work.priority, self._answer_of(job, name))
+                refused = _ExistsForJob(self, job, self._tiers[name], keys, deadline, work.priority).begin()
                 if refused is None:
                     work.waiting.add(name)
                 else:
                     work.failed.append(refused)
         self._decide_if_clear(job)
 
-    def _answer_of(self, job: Job, name: str) -> Callable[[Sequence[bool] | None, TierReason | None], None]:
-        def answer(found: Sequence[bool] | None, reason: TierReason | None) -> None:
-            work = self._work.get(job)
-            if work is None:
-                return
-            work.waiting.discard(name)
-            if job.state is JobState.LOADING:
-                if found is not None:  # too late for the plan, but a source to fall back on when a load fails
-                    there = [p for p, has in zip(job.request.missing, found, strict=True) if has]
-                    self.loads.offer(job, there, name)
-                return
-            if found is not None:
-                work.found[name] = found
-            elif reason is not None:
-                work.failed.append(reason)
-            self._decide_if_clear(job)
-
-        return answer
+    def answered(self, job: Job, name: str, found: Sequence[bool] | None, reason: TierReason | None) -> None:
+        """A tier has answered, or will not."""
+        work = self._work.get(job)
+        if work is None:
+            return
+        work.waiting.discard(name)
+        if job.state is JobState.LOADING:
+            if found is not None:  # too late for the plan, but a source to fall back on when a load fails
+                there = [p for p, has in zip(job.request.missing, found, strict=True) if has]
+                self.loads.offer(job, there, name)
+            return
+        if found is not None:
+            work.found[name] = found
+        elif reason is not None:
+            work.failed.append(reason)
+        self._decide_if_clear(job)
 
     def _decide_if_clear(self, job: Job) -> None:
         """Decide once no outstanding answer could change the number of hits."""
@@ -200,19 +200,15 @@ class LookupController:
     def _decide(self, job: Job, work: _Work) -> None:
         job.move(JobEvent.CHOOSE)
         request = job.request
-        views = [self._tiers[name].view for name in work.asked if name in self._tiers]
-        try:
-            plan = work.policy.plan([request.keys[position] for position in request.missing], work.found, views)
-            if len(plan.sources) != len(request.missing):
-                raise UsageError(f"the plan has {len(plan.sources)} sources for {len(request.missing)} keys")
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a policy may be someone else's code
-            self.counts["policy_failed"] += 1
-            logger.exception("the prefetch policy failed: nothing is loaded")
-            plan = PrefetchPlan([None] * len(request.missing))
+        views = [self._tiers[name].view for name in work.tier_names if name in self._tiers]
+
+        def nothing(error: BaseException) -> PrefetchPlan:
+            self._policy_failed(error, "nothing is loaded")
+            return PrefetchPlan([None] * len(request.missing))
+
+        plan = guarded(nothing, _plan, work.policy, [request.keys[at] for at in request.missing], work.found, views)
         sources: dict[int, Sequence[str]] = {}
-        answered = [name for name in work.asked if name in work.found]
+        answered = [name for name in work.tier_names if name in work.found]
         for index, (position, source) in enumerate(zip(request.missing, plan.sources, strict=True)):
             # If a policy names a tier that does not have the key, the load would only miss.
             if source is not None and source in work.found and work.found[source][index]:
@@ -234,17 +230,22 @@ class LookupController:
 
     def _retained(self, policy: PrefetchPolicy, request: TierLookup, positions: Sequence[int]) -> set[int]:
         """Those of the positions that stay in the L1 even if the plan does not retain them."""
-        if not self._l1.evicts:  # they would stay for ever, and stores and loads would find no room
+        if not self._l1.evicts:  # they would stay for good, and stores and loads would find no room
             return set()
-        try:
+
+        def stay() -> set[int]:
             stays = policy.retains([request.keys[at] for at in positions], self._l1.room_for(request.layout_id))
             return {at for at, stay in zip(positions, stays, strict=True) if stay}
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a policy may be someone else's code
-            self.counts["policy_failed"] += 1
-            logger.exception("the prefetch policy failed: nothing that is loaded stays")
+
+        def nothing(error: BaseException) -> set[int]:
+            self._policy_failed(error, "nothing that is loaded stays")
             return set()
+
+        return guarded(nothing, stay)
+
+    def _policy_failed(self, error: BaseException, so: str) -> None:
+        self.counts["policy_failed"] += 1
+        logger.error("the prefetch policy failed: %s", so, exc_info=error)
 
     # --- loading ------------------------------------------------------------------------------------------
     def _settled(self, job: Job, position: int, reason: TierReason | None, own: int, source: str) -> None:
@@ -323,3 +324,33 @@ class LookupController:
                 job.came_from.pop(position, None)
                 job.reasons.setdefault(position, TierReason.CUT)
         self._finished.append(job)
+
+
+def _plan(
+    policy: PrefetchPolicy, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], views: Sequence[TierView]
+) -> PrefetchPlan:
+    """The policy's plan. Raises `UsageError` for one that does not fit."""
+    plan = policy.plan(keys, found, views)
+    if len(plan.sources) != len(keys):
+        raise UsageError(f"the plan has {len(plan.sources)} sources for {len(keys)} keys")
+    return plan
+
+
+class _ExistsForJob(ExistsCall):
+    """What one tier has of the keys that a job misses."""
+
+    def __init__(
+        self,
+        controller: LookupController,
+        job: Job,
+        tier: Tier,
+        keys: Sequence[bytes],
+        deadline: float,
+        priority: Priority,
+    ) -> None:
+        super().__init__(tier, keys, deadline, priority)
+        self._controller = controller
+        self._job = job
+
+    def answered(self, found: Sequence[bool] | None, reason: TierReason | None) -> None:
+        self._controller.answered(self._job, self.tier.name, found, reason)

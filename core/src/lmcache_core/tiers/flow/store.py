@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby, islice, takewhile
 from typing import Any
 
 from lmcache_core.errors import UsageError
+from lmcache_core.guard import guarded
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
-from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy
+from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy, TierView
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.flow.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Going, Shields
@@ -24,8 +25,9 @@ from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.object.transfer import NoRoom, Transfer
-from lmcache_core.tiers.observer import TierObserver, TierTracer
+from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.tier.breaker_states import BreakerState
+from lmcache_core.tiers.tier.calls import StoreCall
 from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _FORGET_AT_ONCE = 16
 
 class StoreController:
     """Driven by Tiering: `on_committed` queues; `plan_some` and `submit_some` do one small piece of work each; a call
-    on a lane ends in the callback from `_at_end`."""
+    on a lane ends in `stored`."""
 
     def __init__(
         self,
@@ -48,7 +50,6 @@ class StoreController:
         in_flight_bytes_max: int,
         keep: bool,
         observer: TierObserver | None = None,
-        tracer: TierTracer | None = None,
     ) -> None:
         self._l1 = l1
         self._tiers = tiers
@@ -69,17 +70,28 @@ class StoreController:
         self._turn = 0
         self.counts: Counter[str] = Counter()
         self._observer = observer
-        self._tracer = tracer
+        self.on_lost: Callable[[str, int], None] = lambda name, objects: None  # stores that may succeed later
+        self.on_ended: Callable[[str], None] = lambda name: None  # stores to this tier have ended
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what became visible in the L1. It is shielded from now on, because the next message may need its room;
-        but not while a tier does not answer, because it could stay for ever."""
+        but not while a tier does not answer, because it could stay for good."""
         if not self.policy.wants_reuse:
             objects = [item for item in objects if not item.reused]
         self._arrived.add(objects, shields=self._all_answer)
         while self._arrived.objects > DIRTY_OBJECTS_MAX:
             self._lose_unplanned(self._arrived.take(), TierReason.THROTTLED)
+
+    def on_owed(self, objects: Sequence[CommittedObject], lacking: Mapping[str, Set[int]]) -> None:
+        """Queue what was committed before and some tiers lack: up to `PLAN_KEYS` of one namespace. `lacking`: tier →
+        positions."""
+        self._arrived.add_owed(objects, lacking, shields=self._all_answer)
+
+    def has_room_for_owed(self, name: str) -> bool:
+        """Whether nothing else waits for this tier."""
+        tier, waiting = self._tiers[name], self._queues.get(name, ())
+        return not self._arrived and tier.has_room_for_stores and len(waiting) < PLAN_KEYS
 
     def unblock(self) -> None:
         """Time has passed, or a call has ended: every tier may be able to take more."""
@@ -130,7 +142,7 @@ class StoreController:
         """When to retry a tier that does not answer, or to resume one that rests, if something waits for it. A tier
         whose time has come and that still takes nothing waits for a completion, for example for room."""
         times = [
-            self._tiers[name].writes.probe_at
+            self._tiers[name].health.writes.probe_at
             for name, queue in self._queues.items()
             if queue and not self._answers(name)
         ]
@@ -143,7 +155,7 @@ class StoreController:
         """Nothing is waiting or under way, except for tiers that do not answer."""
         return (
             not (self._arrived and self._plans)
-            and not any(self._in_flight.values())
+            and not any(batches for name, batches in self._in_flight.items() if self._answers(name))
             and not any(queue for name, queue in self._queues.items() if self._answers(name))
         )
 
@@ -151,9 +163,13 @@ class StoreController:
     def owed(self) -> dict[str, int]:
         """How many objects each tier does not have yet: not planned yet, waiting, or under way."""
         return {
-            name: (0 if tier.draining else self._arrived.objects) + len(self._going.get(name, ()))
+            name: (self._arrived.objects if tier.gets_stores else 0) + len(self._going.get(name, ()))
             for name, tier in self._tiers.items()
         }
+
+    def has_for(self, name: str) -> bool:
+        """Whether anything waits for a plan, or is planned for this tier."""
+        return bool(self._arrived) or bool(self._going.get(name))
 
     @property
     def arrived(self) -> int:
@@ -204,7 +220,6 @@ class StoreController:
     def status(self) -> dict[str, Any]:
         return {
             "arrived": self._arrived.objects,
-            "dirty": {name: len(queue) for name, queue in self._queues.items()},
             "in_flight_bytes": self._in_flight_bytes,
             "reached_no_tier": {"objects": self._unstored_objects, "bytes": self._unstored_bytes},
             "counts": dict(self.counts),
@@ -219,7 +234,7 @@ class StoreController:
             return True
         takers = False
         for name, tier in self._tiers.items():
-            if tier.draining:
+            if not tier.gets_stores:
                 continue
             takers = True
             # A tier that does not answer also gets this much: a batch to retry with when the time comes.
@@ -239,28 +254,28 @@ class StoreController:
         self.moves += 1
         self._arrived.unshield(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
-        if any(not tier.draining for tier in self._tiers.values()):
+        if any(tier.gets_stores for tier in self._tiers.values()):
             self._reached_none(arrival.objects)
         for tier in self._tiers.values():
-            if not tier.draining:
+            if tier.gets_stores:
                 self.counts[f"lost_{reason}"] += len(names)
                 tier.losses.note(names, reason)
+                self._owe_again(tier.name, len(names), reason)
 
     def _plan(self, arrival: Arrival, planned_for: set[int]) -> None:
         """Adds to `planned_for` the positions that are stored on some tier."""
         self.moves += 1
         batch = arrival.objects
-        views = [tier.view for tier in self._tiers.values() if not tier.draining]
+        views = [tier.view for tier in self._tiers.values() if tier.gets_stores]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
-        try:
-            plan = self.policy.plan(candidates, views)
-            _check_plan(plan, len(batch))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a policy may be someone else's code
+
+        def failed(error: BaseException) -> None:
             self.counts["policy_failed"] += len(batch)
             self._reached_none(batch)
-            logger.exception("the store policy failed: %d objects are not stored", len(batch))
+            logger.error("the store policy failed: %d objects are not stored", len(batch), exc_info=error)
+
+        plan = guarded(failed, _plan, self.policy, candidates, views)
+        if plan is None:
             return
         dropped = set(plan.drop)
         planned: dict[int, Dirty] = {}
@@ -273,8 +288,9 @@ class StoreController:
             going = self._going.get(view.name)
             if going is None:
                 going = self._going[view.name] = Going()
+            lacks = None if arrival.lacking is None else arrival.lacking.get(view.name, ())
             for position in plan.targets.get(view.name, ()):
-                if names[position] in known:
+                if names[position] in known or (lacks is not None and position not in lacks):
                     continue
                 dirty = planned.get(position)
                 if dirty is None:
@@ -285,13 +301,15 @@ class StoreController:
                 going.add(dirty.tier_key)
                 waiting.append(dirty)
             self._enqueue(view.name, waiting)
-        self._drop([batch[position] for position in sorted(dropped) if position not in planned])
+        if arrival.lacking is None:  # otherwise it was loaded, or kept on purpose, since it was committed
+            self._drop([batch[position] for position in sorted(dropped) if position not in planned])
 
     def _enqueue(self, name: str, fresh: Sequence[Dirty]) -> None:
         if not fresh:
             return
         queue = self._queues.setdefault(name, deque())
         queue.extend(fresh)
+        self._blocked.discard(name)  # it may have had nothing to take
         over = len(queue) - DIRTY_OBJECTS_MAX
         if over > 0:
             self._lost(name, [queue.popleft() for _ in range(over)], TierReason.THROTTLED)
@@ -303,44 +321,55 @@ class StoreController:
     # --- batches ------------------------------------------------------------------------------------------
     def _answers(self, name: str) -> bool:
         tier = self._tiers.get(name)
-        return tier is not None and tier.writes.state is not BreakerState.OPEN
+        return tier is not None and tier.health.writes.state is BreakerState.CLOSED  # a probe may hang, too
 
     @property
     def _all_answer(self) -> bool:
         """Whether all tiers that are stored to answer. Objects are shielded only then."""
-        return all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
+        return all(self._answers(name) for name, tier in self._tiers.items() if tier.gets_stores)
 
     def _submit_batch(self, name: str, tier: Tier) -> bool:
         """Submit one batch to the tier's lanes. False: there is nothing to do, or a call has to end first."""
         queue = self._queues.get(name)
         if not queue:
+            tier.room_is_not_wanted()
             return False
         if self._forget_gone(name, queue):
+            return True
+        if tier.order.hung((queue[0].tier_key,)):  # it would hold its slot, and the batch, until it is late itself
+            text = "an earlier call on its key has not returned"
+            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, text)
             return True
         # A tier with nothing under way may always have one batch: otherwise a tier that hangs would block it.
         if self._in_flight.get(name) and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
-        try:
-            layout = self._l1.layout(queue[0].object.layout_id)
-            nbytes, known = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a serde may be someone else's code, in Rust, and may not know this layout
-            logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
-            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
+
+        def no_such_layout(error: BaseException) -> None:
+            logger.error("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id, exc_info=error)
+            text = "it cannot hold this layout"
+            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, text, for_good=True)
+
+        first = guarded(no_such_layout, self._room_for_one, tier, queue[0])
+        if first is None:
             return True
-        room = tier.reclaim.make_room(nbytes, queue[0].object.namespace)
-        if room is TierReason.NO_ROOM:
+        layout, nbytes, known = first
+        room = tier.make_room(nbytes, queue[0].object.namespace)
+        if room in (TierReason.NO_ROOM, TierReason.TIER_ERROR):
             self.counts["full"] += 1
-            self._lost(name, [queue.popleft()], TierReason.NO_ROOM)
+            self._lost(name, [queue.popleft()], room, tier.reclaim.last_error if room is TierReason.TIER_ERROR else "")
             return True
         if room is not None or not tier.stores_allowed():
             return False
         batch = [queue.popleft()]
         reserved = [nbytes]
-        if known:
+        if known and self._answers(name):  # a probe is one object: its slot is held for as long as the tier hangs
             self._take_more(queue, tier, layout, batch, reserved)
         return self._store(name, tier, batch, reserved)
+
+    def _room_for_one(self, tier: Tier, dirty: Dirty) -> tuple[Layout, int, bool]:
+        """Its layout, and as `Tier.bytes_to_reserve`. Raises what the serdes raise, and for an unknown layout."""
+        layout = self._l1.layout(dirty.object.layout_id)
+        return layout, *tier.bytes_to_reserve(layout, dirty.nbytes_on_tier)
 
     def _forget_gone(self, name: str, queue: deque[Dirty]) -> bool:
         """Whether the head of the queue had left the L1 before its turn. Removes a few at once, whatever the tier does:
@@ -358,12 +387,14 @@ class StoreController:
         """The next objects of one namespace, as many as one batch takes and the tier has room for."""
         first = batch[0].object
         of_kind = (first.namespace, first.layout_id)
-        most = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.nbytes)))
+        nbytes_max = min(TIER_BATCH_BYTES_MAX, self._in_flight_bytes_max // 2)  # two at once: one is encoded meanwhile
+        most = max(1, min(tier.batch_keys_max, nbytes_max // max(1, first.nbytes)))
         total = reserved[0]
         while queue and len(batch) < most and (queue[0].object.namespace, queue[0].object.layout_id) == of_kind:
             nbytes, _ = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
             total += nbytes
-            if not tier.accounting.fits(total) or tier.accounting.over_limit(first.namespace, total):
+            hung = tier.order.hung((queue[0].tier_key,))
+            if hung or not tier.accounting.fits(total) or tier.accounting.over_limit(first.namespace, total):
                 break
             batch.append(queue.popleft())
             reserved.append(nbytes)
@@ -381,7 +412,7 @@ class StoreController:
             self._lost(name, [dirty for dirty, slot in zip(batch, pinned.slots, strict=True) if slot is None],
                        TierReason.EVICTED)  # fmt: skip
             if not going:
-                tier.writes.not_used()
+                tier.health.stores.not_used()
                 return True
         kind = tier.kind(self._l1.layout(first.layout_id))
         view, nbytes = self._l1.view, kind.layout.nbytes
@@ -389,61 +420,64 @@ class StoreController:
             Transfer(dirty.object.key, first.namespace, dirty.epoch, kind, view(slot.offset, nbytes), slot.checksum)
             for dirty, slot in zip(going, slots, strict=True)
         ]
-        total = sum(dirty.object.nbytes for dirty in going)
-        refused = tier.store(transfers, reserved, self._at_end(name, tier, pinned.lease, positions, going, total))
+        sent = StoreBatch(self, tier, transfers, reserved, going, pinned.lease, positions, self._observer)
+        refused = sent.begin()
         if refused is not None:
-            tier.writes.not_used()
+            tier.health.stores.not_used()
             self._l1.finish(pinned.lease, positions)
             self._lost(name, going, refused)
             return False
         self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        self._in_flight_bytes += total
+        self._in_flight_bytes += sent.nbytes
         return True
 
-    def _at_end(
-        self, name: str, tier: Tier, lease: int, positions: Sequence[int], going: Sequence[Dirty], nbytes: int
-    ) -> Callable[[Sequence[Outcome]], None]:
-        traced = None if self._tracer is None else self._tracer.storing(name, [dirty.object for dirty in going])
-
-        def ended(outcomes: Sequence[Outcome]) -> None:
-            if traced is not None:
-                traced(outcomes)
-            self._l1.finish(lease, positions)
-            self._in_flight_bytes -= nbytes
-            if self._tiers.get(name) is tier and name in self._in_flight:
-                self._in_flight[name] -= 1
-            finished: list[Dirty] = []
-            again: list[Dirty] = []
-            for dirty, outcome in zip(going, outcomes, strict=True):
-                if outcome.result is Result.DONE:
-                    dirty.targets_left -= 1
-                    dirty.reached = True
-                    finished.append(dirty)
-                elif isinstance(outcome, NoRoom) and name in self._tiers:
-                    dirty.nbytes_on_tier = outcome.nbytes  # with this much reserved it will fit
-                    again.append(dirty)
-                elif outcome.retryable and self._tiers.get(name, tier) is not tier:
-                    self._enqueue(name, [dirty])  # the tier was replaced before the call began: the new tier gets it
-                else:
-                    full = outcome.result is Result.FULL
-                    self._lost(name, [dirty], TierReason.NO_ROOM if full else TierReason.TIER_ERROR, outcome.error)
-            if again:
-                self._queues.setdefault(name, deque()).extendleft(reversed(again))
-            if finished:
-                self.counts["stored"] += len(finished)
-                self._gone(name, finished)
-                if self._observer is not None:
-                    self._observer.stored(name, [dirty.object for dirty in finished])
-            self._settle(finished)
-
-        return ended
+    def stored(self, batch: StoreBatch, outcomes: Sequence[Outcome]) -> None:
+        """No lane reads the slots of the batch any more."""
+        tier, name = batch.tier, batch.tier.name
+        self._l1.finish(batch.lease, batch.positions)
+        self._in_flight_bytes -= batch.nbytes
+        if self._tiers.get(name) is tier and name in self._in_flight:
+            self._in_flight[name] -= 1
+        finished: list[Dirty] = []
+        again: list[Dirty] = []
+        for dirty, outcome in zip(batch.going, outcomes, strict=True):
+            if self._tiers.get(name, tier) is not tier:
+                self._enqueue(name, [dirty])  # whatever became of it: the tier was replaced, and the new one gets it
+            elif outcome.result is Result.DONE:
+                dirty.targets_left -= 1
+                dirty.reached = True
+                finished.append(dirty)
+            elif isinstance(outcome, NoRoom) and name in self._tiers:
+                dirty.nbytes_on_tier = outcome.nbytes  # with this much reserved it will fit
+                again.append(dirty)
+            else:
+                full = outcome.result is Result.FULL
+                self._lost(name, [dirty], TierReason.NO_ROOM if full else TierReason.TIER_ERROR, outcome.error)
+        if again:
+            self._queues.setdefault(name, deque()).extendleft(reversed(again))
+        if finished:
+            self.counts["stored"] += len(finished)
+            self._gone(name, finished)
+            if self._observer is not None:
+                self._observer.stored(name, [dirty.object for dirty in finished])
+        self._settle(finished)
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _lost(self, name: str, batch: Sequence[Dirty] | deque[Dirty], reason: TierReason, text: str = "") -> None:
-        """These are lost for one tier."""
+    def _lost(
+        self,
+        name: str,
+        batch: Sequence[Dirty] | deque[Dirty],
+        reason: TierReason,
+        text: str = "",
+        *,
+        for_good: bool = False,
+    ) -> None:
+        """These are lost for one tier. `for_good`: it can never have them."""
         if batch:
             self.counts[f"lost_{reason}"] += len(batch)
         tier = self._tiers.get(name)
+        if batch and not for_good:
+            self._owe_again(name, len(batch), reason)
         if tier is not None and reason is not TierReason.CLEARED:  # the L1 itself knows of a clear
             tier.losses.note([dirty.tier_key for dirty in batch], reason, text)
         self._gone(name, batch)
@@ -453,15 +487,21 @@ class StoreController:
             dirty.reached |= reason is TierReason.CLEARED  # a clear was asked for: that is no loss
         self._settle(batch)
 
+    def _owe_again(self, name: str, objects: int, reason: TierReason) -> None:
+        """They were lost because the tier failed or was behind: it gets them later, if the L1 still has them."""
+        if name in self._tiers and reason in (TierReason.TIER_ERROR, TierReason.THROTTLED):
+            self.on_lost(name, objects)
+
     def _gone(self, name: str, batch: Sequence[Dirty] | deque[Dirty]) -> None:
         """These are no longer planned for the tier."""
         self.moves += 1
         going = self._going.get(name)
         if going is not None:
             going.end([dirty.tier_key for dirty in batch])
+            self.on_ended(name)
 
     def _settle(self, batch: Sequence[Dirty] | deque[Dirty]) -> None:
-        """Settle the objects with no tier left: end the shield, and drop them from the L1 if the policy said so."""
+        """Settle the objects with no tier left: end the shield, and drop them from the L1 if the policy wants that."""
         done = [dirty for dirty in batch if dirty.targets_left == 0]
         self._unshield(done)
         self._reached_none([dirty.object for dirty in done if not dirty.reached])
@@ -480,9 +520,41 @@ class StoreController:
             self._l1.drop(namespace, wanted)
 
 
-def _check_plan(plan: StorePlan, count: int) -> None:
-    """Raise for a wrong plan, before any of it is carried out: a policy may be someone else's code."""
+class StoreBatch(StoreCall):
+    """Objects on their way to one tier. `lease` and `positions` hold their slots."""
+
+    def __init__(
+        self,
+        controller: StoreController,
+        tier: Tier,
+        transfers: Sequence[Transfer],
+        reserved: Sequence[int],
+        going: Sequence[Dirty],
+        lease: int,
+        positions: Sequence[int],
+        observer: TierObserver | None,
+    ) -> None:
+        super().__init__(tier, transfers, reserved)
+        self._controller = controller
+        self.going = going
+        self.lease = lease
+        self.positions = positions
+        self.nbytes = sum(dirty.object.nbytes for dirty in going)
+        self._traced = None if observer is None else observer.storing(tier.name, [dirty.object for dirty in going])
+
+    def stored(self, outcomes: Sequence[Outcome]) -> None:
+        if self._traced is not None:
+            self._traced(outcomes)
+        self._controller.stored(self, outcomes)
+
+
+def _plan(policy: StorePolicy, candidates: Sequence[StoreCandidate], views: Sequence[TierView]) -> StorePlan:
+    """The policy's plan. Raises `UsageError` for a wrong one, before any of it is carried out."""
+    plan = policy.plan(candidates, views)
     for what, positions in [*plan.targets.items(), ("drop", plan.drop)]:
-        wrong = [at for at in positions if not 0 <= at < count]
+        wrong = [at for at in positions if not 0 <= at < len(candidates)]
         if wrong:
-            raise UsageError(f"the plan names position {wrong[0]} for {what}, and the batch has {count} objects")
+            raise UsageError(
+                f"the plan names position {wrong[0]} for {what}, and the batch has {len(candidates)} objects"
+            )
+    return plan

@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmcache_core.errors import DamagedObjectError, MismatchedObjectError, UsageError
-from lmcache_core.limits import CHAIN_SERDES_MAX, KEY_BYTES, PAGE_BYTES
+from lmcache_core.limits import CHAIN_SERDES_MAX, KEY_BYTES, OBJECT_BYTES_MAX, PAGE_BYTES
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Buffer
 
 HEADER_BYTES = PAGE_BYTES
+STORED_BYTES_MAX = 2 * OBJECT_BYTES_MAX  # with its header; a serde may make an object somewhat larger
 MAGIC = b"LMCOBJ\r\n"
 VERSION = 1
 CHECKSUM_XXH3_64 = 1
@@ -173,6 +174,19 @@ def read_header(page: memoryview) -> ObjectHeader:
     )  # fmt: skip
 
 
+def is_header_of(page: memoryview, raw_key: bytes) -> bool:
+    """Whether a server has written this header for the object of this tier key, in whatever version of the format."""
+    if page.nbytes != HEADER_BYTES or len(raw_key) != TIER_KEY_BYTES:
+        return False
+    magic, _, _, _, *named = _FIXED.unpack_from(page)[:7]
+    (seal,) = struct.unpack_from("<Q", page, _SEAL_AT)
+    return (
+        magic == MAGIC
+        and tuple(named) == _TIER_KEY.unpack(raw_key)
+        and seal == xxhash.xxh3_64_intdigest(page[:_SEAL_AT])
+    )
+
+
 def check_header(page: memoryview, kind: ObjectKind, *, key: bytes, namespace: int, epoch: int) -> ObjectHeader:
     """The header, if it belongs to the expected object.
 
@@ -199,7 +213,10 @@ def check_header(page: memoryview, kind: ObjectKind, *, key: bytes, namespace: i
 
 def describe_header(header: ObjectHeader) -> Mapping[str, Any]:
     """The description as data: dtype, shape, memory_format, codecs."""
-    described = json.loads(header.description)
+    try:
+        described = json.loads(header.description)
+    except (ValueError, RecursionError):  # whoever writes to the medium can seal a header, too
+        described = None
     if not isinstance(described, dict):
         raise DamagedObjectError(f"header of object {header.key.hex()[:16]}… describes no object")
     return described

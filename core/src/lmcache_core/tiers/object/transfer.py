@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from typing import NamedTuple
 
-from lmcache_core.errors import CacheError, DamagedObjectError, MismatchedObjectError
+from lmcache_core.errors import CacheError, DamagedObjectError, MismatchedObjectError, excerpt
+from lmcache_core.guard import guarded
 from lmcache_core.limits import SCRATCH_BYTES_MAX
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
+from lmcache_core.tiers.answers import LOAD_RESULTS, STORE_RESULTS
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import (
@@ -23,6 +25,7 @@ from lmcache_core.tiers.object.format import (
     split_tier_key,
     tier_key,
 )
+from lmcache_core.tiers.object.inspect import Evidence, evidence_of
 from lmcache_core.tiers.retry import call_batch
 
 
@@ -36,6 +39,7 @@ class Transfer(NamedTuple):
     kind: ObjectKind
     view: memoryview
     checksum: int | None = None
+    replaces: bool = False  # the medium may have a damaged one under this key
 
     @property
     def tier_key(self) -> bytes:
@@ -58,7 +62,8 @@ class Loaded(NamedTuple):
     reason: TierReason | None
     nbytes: int = 0  # on the medium, header included
     error: str = ""
-    mismatched: bool = False  # intact, but with another layout or codec chain: not ours to delete
+    mismatched: bool = False  # intact, but not for us: another layout, codec chain or key of a serde
+    evidence: Evidence | None = None  # of one that looked damaged
     checksum: int | None = None  # xxh3_64 of the object in its view
 
 
@@ -107,11 +112,11 @@ class Carrier:
                 if encoded is not None:
                     encoded(sizes, room, room - used)
             good = [item for item in items if isinstance(item, StoreItem)]
-            stored = iter(call_batch(self._adapter.store, good, deadline, self._stop) if good else [])
+            stored = iter(call_batch(self._adapter.store, good, deadline, self._stop, STORE_RESULTS) if good else [])
             for item in items:
                 if isinstance(item, StoreItem):
                     outcome = next(stored)
-                    outcomes.append(Outcome(outcome.result, item.nbytes, outcome.error, outcome.retryable))
+                    outcomes.append(outcome._replace(nbytes=item.nbytes))
                 else:
                     outcomes.append(item)
         return outcomes
@@ -129,7 +134,7 @@ class Carrier:
                 if not self._chain.is_identity:
                     payload = scratch.take(self._chain.encoded_bytes_max(transfer.kind.layout))
                 items.append(LoadItem(transfer.tier_key, [page, payload]))
-            outcomes = call_batch(self._adapter.load, items, deadline, self._stop)
+            outcomes = call_batch(self._adapter.load, items, deadline, self._stop, LOAD_RESULTS)
             for transfer, item, outcome in zip(part, items, outcomes, strict=True):
                 loaded.append(self._unpacked(transfer, item, outcome, scratch))
         return loaded
@@ -139,12 +144,11 @@ class Carrier:
         """The item to store, or the outcome that says why there is none."""
         page = scratch.take(HEADER_BYTES)
         layout = transfer.kind.layout
-        try:
-            encoded = self._chain.encode(transfer.view.toreadonly(), layout, transfer.serde_key, scratch)
-        except CacheError as error:
-            return Outcome(Result.FAILED, error=f"encoding failed: {error}")
-        except BaseException as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
-            return Outcome(Result.FAILED, error=f"encoding failed: {type(error).__name__}: {error}")
+        encoded = guarded(
+            _not_encoded, self._chain.encode, transfer.view.toreadonly(), layout, transfer.serde_key, scratch
+        )
+        if isinstance(encoded, Outcome):
+            return encoded
         payload = [memoryview(part) for part in encoded.buffers]
         # A checksum that the writer computed while copying is not computed again; encoded bytes have their own.
         checksum = transfer.checksum if self._chain.is_identity else None
@@ -158,13 +162,13 @@ class Carrier:
             checksum=checksum or payload_checksum(payload),
             lengths=encoded.lengths,
         )
-        return StoreItem(transfer.tier_key, [page, *payload])
+        return StoreItem(transfer.tier_key, [page, *payload], transfer.replaces)
 
     def _unpacked(self, transfer: Transfer, item: LoadItem, outcome: Outcome, scratch: Scratch) -> Loaded:
         if outcome.result is Result.MISS:
             return Loaded(TierReason.GONE)
         if outcome.result is Result.DAMAGED:
-            return Loaded(TierReason.DAMAGED, error=outcome.error)
+            return Loaded(TierReason.DAMAGED, error=outcome.error, evidence=evidence_of(outcome, item.buffers))
         if outcome.result is Result.THROTTLED:
             return Loaded(TierReason.THROTTLED, error=outcome.error)
         if outcome.result is not Result.DONE:
@@ -184,22 +188,30 @@ class Carrier:
             payload = payload[: header.encoded_bytes]
             if payload_checksum([payload]) != header.checksum:
                 raise DamagedObjectError(f"payload of object {transfer.key.hex()[:16]}… fails its checksum")
-            if self._chain.is_identity:
-                if payload.nbytes != transfer.view.nbytes:
-                    raise DamagedObjectError(
-                        f"object {transfer.key.hex()[:16]}… has {payload.nbytes:,} bytes for a slot of "
-                        f"{transfer.view.nbytes:,}"
-                    )
-            else:
-                self._chain.decode(
-                    payload, transfer.view, transfer.kind.layout, transfer.serde_key, header.lengths, scratch
+            if self._chain.is_identity and payload.nbytes != transfer.view.nbytes:
+                raise DamagedObjectError(
+                    f"object {transfer.key.hex()[:16]}… has {payload.nbytes:,} bytes for a slot of "
+                    f"{transfer.view.nbytes:,}"
                 )
         except MismatchedObjectError as error:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error), mismatched=True)
         except DamagedObjectError as error:
-            return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error))
-        except BaseException as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
-            return Loaded(TierReason.DAMAGED, outcome.nbytes, f"decoding failed: {type(error).__name__}: {error}")
+            seen = evidence_of(outcome, item.buffers)
+            return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error), evidence=seen)
+        if not self._chain.is_identity:
+            # What was stored has come back: if it does not decode, another key or version of a serde has encoded it.
+            undecoded = guarded(
+                _not_decoded,
+                self._chain.decode,
+                payload,
+                transfer.view,
+                transfer.kind.layout,
+                transfer.serde_key,
+                header.lengths,
+                scratch,
+            )
+            if undecoded is not None:
+                return Loaded(TierReason.DAMAGED, outcome.nbytes, undecoded, mismatched=True)
         return Loaded(
             None,
             outcome.nbytes,
@@ -235,6 +247,16 @@ class Carrier:
             nbytes += size
         if part:
             yield part
+
+
+def _not_encoded(error: BaseException) -> Outcome:
+    text = str(error) if isinstance(error, CacheError) else f"{type(error).__name__}: {error}"
+    return Outcome(Result.FAILED, error=excerpt(f"encoding failed: {text}"))
+
+
+def _not_decoded(error: BaseException) -> str:
+    known = isinstance(error, DamagedObjectError)
+    return excerpt(str(error) if known else f"decoding failed: {type(error).__name__}: {error}")
 
 
 def transfer_of(raw_key: bytes, kind: ObjectKind, view: memoryview) -> Transfer:

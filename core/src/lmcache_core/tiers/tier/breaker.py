@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
@@ -11,7 +12,8 @@ from lmcache_core.tiers.tier.breaker_states import BREAKER_TRANSITIONS, BreakerE
 class Breaker:
     """Opens after `failures_max` failed calls in a row; each failed probe doubles the pause, up to half a minute.
 
-    The caller asks `allows` before each call, and reports its end once, by `succeeded` or `failed`.
+    The caller asks `allows` before each call, and reports its end once, by `succeeded` or `failed`. A call that is not
+    done by its deadline has failed then, whether a thread has it or not: if threads hang, there is none to try it.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Breaker:
         self.probe_at = 0.0  # when an open breaker lets the next probe through
         self.opened = 0  # how often it has opened
         self.last_error = ""
+        self.hangs = False  # it was opened by a late call: what runs will hardly return
         self.on_move: Callable[[BreakerState], None] | None = None  # called when it opens, and when it closes
 
     def move(self, event: BreakerEvent) -> None:
@@ -53,15 +56,17 @@ class Breaker:
         if was is not BreakerState.CLOSED and self.on_move is not None:
             self.on_move(self.state)
 
-    def failed(self, now: float, error: str) -> None:
-        """A call failed, or was late. Calls that started before it opened no longer count."""
+    def failed(self, now: float, error: str, *, late: bool = False, at_once: bool = False) -> None:
+        """A call failed, or was `late`. Calls that started before it opened no longer count. `at_once`: this one alone
+        proves that further calls would be in vain."""
         self.last_error = error
         if self.state is BreakerState.OPEN:
             return
         self._failures += 1
-        if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
+        if at_once or self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.move(BreakerEvent.TRIP)
             self.opened += 1
+            self.hangs = late
             self.probe_at = now + self._pause_s
             self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
             if self.on_move is not None:
@@ -76,3 +81,43 @@ class Breaker:
         """The call that `allows` permitted was not made."""
         if self.state is BreakerState.HALF_OPEN:
             self.move(BreakerEvent.SKIP)
+
+
+class Breakers:
+    """The breakers of operations that are of use only together, seen as one: it is closed while all of them are. Each
+    is opened and closed by its own operation alone: lookups that succeed say nothing about loads."""
+
+    def __init__(self, *parts: Breaker) -> None:
+        self._parts = parts
+        self.on_move: Callable[[BreakerState], None] | None = None  # as for a single one
+        for part in parts:
+            part.on_move = self._moved
+
+    def _moved(self, state: BreakerState) -> None:
+        if self.on_move is not None and (state is BreakerState.OPEN or self.state is BreakerState.CLOSED):
+            self.on_move(state)
+
+    @property
+    def state(self) -> BreakerState:
+        """OPEN if one of them is, CLOSED if all are."""
+        states = [part.state for part in self._parts]
+        for worst in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+            if worst in states:
+                return worst
+        return BreakerState.CLOSED
+
+    @property
+    def opened(self) -> int:
+        """How often one of them has opened."""
+        return sum(part.opened for part in self._parts)
+
+    @property
+    def last_error(self) -> str:
+        """Of the first that is not closed."""
+        away = (part.last_error for part in self._parts if part.state is not BreakerState.CLOSED)
+        return next(away, "")
+
+    @property
+    def probe_at(self) -> float:
+        """When the first that is open may be probed; infinity if none is."""
+        return min((part.probe_at for part in self._parts if part.state is BreakerState.OPEN), default=math.inf)

@@ -10,10 +10,14 @@ import heapq
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
+from lmcache_core.errors import excerpt
+from lmcache_core.guard import guarded
 from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.threads import started
 from lmcache_core.tiers.tier.background import step_behind
 from lmcache_core.tiers.tier.call_states import CALL_TRANSITIONS, CallEvent, CallState
 
@@ -31,39 +35,56 @@ WARM_UP = Priority(20)  # nobody waits
 HOUSEKEEPING = Priority(30)  # scans and probes
 
 
-class Call:
-    """One blocking call. `work()` runs on a lane thread; the callbacks run on the loop's thread.
+class Order(Protocol):
+    """Whoever holds calls back until their keys allow them."""
 
-    `on_end(call)` follows exactly once for every call that ran, even after `on_late`; by then `result` or `error` is
-    set. `on_late(call)` is called at most once: if `state` is EXPIRED the call never ran and `on_end` will not follow,
-    if LATE it is still running. `on_over()` comes after the last of them.
+    def leave(self, call: Call) -> None:
+        """The call is over, and its caller has updated the accounts."""
+
+
+class Posted(Protocol):
+    """What lane threads hand to the loop: a call that has returned, or what one reports while it still runs."""
+
+    def tell_end(self) -> None:
+        """On the loop's thread."""
+
+
+class Call(ABC):
+    """One blocking call of a tier: its work, and what becomes of it.
+
+    `ended` follows exactly once for every call that ran, even after `late`; by then `result` or `error` is set. `late`
+    comes at most once: if `state` is EXPIRED the call never ran and `ended` will not follow, if LATE it is still
+    running.
     """
 
-    __slots__ = (
-        "allowed_s", "deadline", "error", "on_end", "on_late", "on_over",
-        "priority", "result", "sequence", "state", "was_late", "work",
-    )  # fmt: skip
+    what = ""  # the operation, for `Lane.give_up`
 
-    def __init__(
-        self,
-        work: Callable[[], Any],
-        deadline: float,
-        priority: Priority,
-        on_end: Callable[[Call], None],
-        on_late: Callable[[Call], None],
-    ) -> None:
-        self.work = work
+    def __init__(self, deadline: float, priority: Priority, allowed_s: float = math.inf) -> None:
+        """`allowed_s`: from its submission to its deadline."""
         self.deadline = deadline
         self.priority = priority
-        self.on_end = on_end
-        self.on_late = on_late
-        self.on_over: Callable[[], None] = _nothing
+        self.allowed_s = allowed_s
+        self.order: Order | None = None  # notified when it is over
         self.state = CallState.QUEUED
         self.was_late = False
-        self.allowed_s = math.inf  # from submission to deadline
+        self.starved = False  # it expired in the queue of a lane, and no call of that lane had returned meanwhile
+        self.returns_before = 0  # calls of its lane that had returned when it was submitted
         self.sequence = 0
-        self.result: Any = None
+        self.result: Any = None  # what `work` has returned
         self.error: BaseException | None = None
+        self.failure = "it gave no answer"  # what `error` says
+
+    @abstractmethod
+    def work(self) -> Any:
+        """The blocking part, on a lane thread."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """Its work has returned or raised. On the loop's thread."""
+
+    @abstractmethod
+    def late(self) -> None:
+        """Its deadline has passed. On the loop's thread."""
 
     def move(self, event: CallEvent) -> None:
         """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
@@ -72,42 +93,27 @@ class Call:
             self.was_late = True
 
     def tell_end(self) -> None:
-        """Its work has returned. On the loop's thread."""
+        """It has returned: end it, and then what waits for its keys may begin."""
         try:
-            self.on_end(self)
+            self.ended()
         finally:
-            self.on_over()
+            self.result = None
+            self._leave()
 
     def tell_late(self) -> None:
-        """Its deadline has passed: it never ran, or is still running. On the loop's thread."""
+        """Its deadline has passed: it never ran, or is still running."""
         try:
-            self.on_late(self)
+            self.late()
         finally:
             if self.state is CallState.EXPIRED:  # otherwise it is over when it returns
-                self.on_over()
+                self._leave()
 
-    def forget(self) -> None:
-        """Drop the callbacks, so that the call keeps neither its caller nor the caller's data alive."""
-        self.on_end = self.on_late = _nothing
-        self.on_over = _nothing
+    def _leave(self) -> None:
+        if self.order is not None:
+            self.order.leave(self)
 
     def __lt__(self, other: Call) -> bool:
         return (self.priority, self.sequence) < (other.priority, other.sequence)
-
-
-class Note:
-    """What a call reports while it still runs. It is posted like an end: `on_end` is called on the loop's thread,
-    before the call's own."""
-
-    __slots__ = ("_on_end", "result")
-
-    def __init__(self, on_end: Callable[[Note], None], result: Any) -> None:
-        self._on_end = on_end
-        self.result = result
-
-    def tell_end(self) -> None:
-        """On the loop's thread."""
-        self._on_end(self)
 
 
 class Lane:
@@ -140,8 +146,10 @@ class Lane:
         self._threads = 0
         self._idle = 0
         self._hung = 0
+        self._returns = 0  # calls that have returned, late ones included
         self._sequence = 0
         self._closing = False
+        self._stuck_since_s: float | None = None
         self._soonest = math.inf  # no deadline in this lane is earlier; used by the loop's thread only
 
     # --- the loop's side ----------------------------------------------------------------------------------
@@ -152,6 +160,7 @@ class Lane:
                 return False
             self._sequence += 1
             call.sequence = self._sequence
+            call.returns_before = self._returns
             heapq.heappush(self._queue, call)
             self._queued += 1
             self._wakeup.notify()
@@ -175,13 +184,20 @@ class Lane:
         """The calls whose deadline has just passed, EXPIRED or LATE; each is reported once."""
         if now < self._soonest:
             return []
+        return self._expire(now, lambda call: call.deadline <= now)
+
+    def give_up(self, what: str, now: float, *, running: bool) -> list[Call]:
+        """The queued calls of this operation, and with `running` also those that have begun: all are late now."""
+        return self._expire(now, lambda call: call.what == what and (running or call.state is CallState.QUEUED))
+
+    def _expire(self, now: float, is_late: Callable[[Call], bool]) -> list[Call]:
         late: list[Call] = []
         with self._wakeup:
             self._soonest = math.inf
             for call in (*self._queue, *self._running):
                 if call.state not in (CallState.QUEUED, CallState.RUNNING):
                     continue
-                if call.deadline > now:
+                if not is_late(call):
                     self._soonest = min(self._soonest, call.deadline)
                     continue
                 late.append(call)
@@ -189,11 +205,19 @@ class Lane:
                     self._hung += 1
                 else:
                     self._queued -= 1
+                    call.starved = call.returns_before == self._returns
                 call.move(CallEvent.EXPIRE)
             self._sweep()
+            if self.stuck and self._stuck_since_s is None:
+                self._stuck_since_s = now
             if self._queued > self._idle and self._threads < self._allowed_threads():
                 self._start_thread()
         return late
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether background work may risk a thread: none hangs, or one that hangs too would be replaced."""
+        return self._hung < max(1, self._replacements_max)
 
     @property
     def next_deadline(self) -> float:
@@ -218,6 +242,22 @@ class Lane:
     @property
     def hung(self) -> int:
         return self._hung
+
+    @property
+    def stuck(self) -> bool:
+        """Whether as many calls hang as this lane has threads by rights, and at least two: it works, if at all, with
+        the threads that replace them."""
+        return self._hung >= min(max(2, self._threads_max), self._threads_max + self._replacements_max)
+
+    @property
+    def used_up(self) -> bool:
+        """Whether every thread hangs, with those that replace them: nothing runs here until a call returns."""
+        return self._hung >= self._threads_max + self._replacements_max
+
+    def stuck_for_s(self, now: float) -> float:
+        """How long it has been stuck; 0 if it is not."""
+        since_s = self._stuck_since_s
+        return 0.0 if since_s is None else now - since_s
 
     def close(self) -> bool:
         """Start nothing any more. Never waits. True: no call is out."""
@@ -244,11 +284,8 @@ class Lane:
         """If the system gives no thread, queued calls wait for the existing ones, or become late; the next submission
         tries again. Raising here would leave a call behind that runs although nobody waits for it."""
         self._threads += 1
-        try:
-            threading.Thread(target=self._work, name=f"lane-{self.name}", daemon=True).start()
-        except RuntimeError as error:  # a limit of the user's processes, or of the control group's
+        if started(self._work, f"lane-{self.name}") is None:
             self._threads -= 1
-            log.warning("lane %s has %d threads and gets no more: %s", self.name, self._threads, error)
 
     def _sweep(self) -> None:
         # Cancelled calls stay in the heap until they come up; when they outnumber the rest, they are removed together.
@@ -263,11 +300,14 @@ class Lane:
             try:
                 call.result = call.work()
             except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the call
-                call.error = error
+                call.error, call.failure = error, _message_of(error)
             with self._wakeup:
                 self._running.pop(call, None)
+                self._returns += 1
                 if call.state is CallState.LATE:
                     self._hung -= 1
+                    if not self.stuck:
+                        self._stuck_since_s = None
                 call.move(CallEvent.RETURN)
                 if self._closing:
                     self._wakeup.notify_all()
@@ -293,5 +333,6 @@ class Lane:
                 self._idle -= 1
 
 
-def _nothing(*call: Call) -> None:
-    """Default callback."""
+def _message_of(error: BaseException) -> str:
+    """Here, on the lane: the text of a stranger's exception may raise, or take its time, and the loop has none."""
+    return guarded(lambda second: type(error).__name__, lambda: excerpt(str(error) or repr(error)))

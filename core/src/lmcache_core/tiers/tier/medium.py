@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lmcache_core.clock import Clock
-from lmcache_core.tiers.contract import L2Adapter, Outcome
-from lmcache_core.tiers.retry import ask_batch, call_batch
+from lmcache_core.tiers.contract import L2Adapter
+from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.config import TierConfig
-from lmcache_core.tiers.tier.lanes import Call, Lane, Note
+from lmcache_core.tiers.tier.deletes import Deletes
+from lmcache_core.tiers.tier.lanes import Lane, Posted
 from lmcache_core.tiers.tier.order import KeyOrder
 
 
@@ -27,7 +28,7 @@ class Medium:
         config: TierConfig,
         batch_keys_max: int,
         clock: Clock,
-        post: Callable[[Call | Note], None],
+        post: Callable[[Posted], None],
     ) -> None:
         self.adapter = adapter
         self.config = config
@@ -35,27 +36,23 @@ class Medium:
         self.clock = clock
         self.order = KeyOrder()
         self.stopping = threading.Event()
+        self.deletes = Deletes(adapter, self.stopping)
         connections = max(1, config.connections)
         if adapter.capabilities.thread_safe:
             self.lookups = Lane(f"{name}-lookup", min(2, connections), post)
             self.loads = Lane(f"{name}-load", min(4, connections), post)
-            self.stores = Lane(f"{name}-store", min(2, connections), post, idle_disk=config.store_io == "idle")
+            idle_disk = config.store_io == "idle"
+            self.stores = Lane(f"{name}-store", min(2, connections), post, idle_disk=idle_disk)
+            # A lane of their own: deletes that hang must not take the threads of stores for which there is room.
+            self.removals = Lane(f"{name}-delete", min(2, connections), post, idle_disk=idle_disk)
         else:
             self.lookups = Lane(name, 1, post, replaces=False)
-            self.loads = self.stores = self.lookups
-        self.lanes = list(dict.fromkeys((self.lookups, self.loads, self.stores)))
+            self.loads = self.stores = self.removals = self.lookups
+        self.lanes = list(dict.fromkeys((self.lookups, self.loads, self.stores, self.removals)))
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which tier keys are there, at most a batch of them. Blocks. Raises `TierError` if it cannot answer."""
         return ask_batch(self.adapter.exists, keys, deadline, self.stopping)
-
-    def delete(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Delete a batch of tier keys. Blocks."""
-        return call_batch(self.adapter.delete, keys, deadline, self.stopping)
-
-    def set_aside(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Set a batch of damaged objects aside. Blocks."""
-        return call_batch(self.adapter.set_aside, keys, deadline, self.stopping)
 
     def expire(self, now: float) -> None:
         """Report every call whose deadline has passed."""
@@ -64,6 +61,13 @@ class Medium:
         for lane in self.lanes:
             for call in lane.expire(now):
                 call.tell_late()
+
+    def give_up(self, what: str, lane: Lane, *, running: bool) -> None:
+        """Report the calls of this operation as late, those that have begun only with `running`: nobody waits for a
+        tier whose breaker is open."""
+        now = self.clock.now
+        for call in (*self.order.expire(now, what), *lane.give_up(what, now, running=running)):
+            call.tell_late()
 
     @property
     def next_deadline(self) -> float:

@@ -1,4 +1,4 @@
-"""The order in which the keys of one tier are read and changed: it has one owner, so that books and medium agree.
+"""The order in which the keys of one tier are read and changed: it has one owner, so that accounts and medium agree.
 
 A medium does not order two calls that overlap, so calls whose order matters never overlap: a call that changes a key (a
 store, a delete, setting a damaged object aside) waits until the previous change has returned, however late, and so does
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from functools import partial
 
 from lmcache_core.tiers.tier.call_states import CallEvent, CallState
 from lmcache_core.tiers.tier.lanes import Call, Lane
@@ -29,7 +28,7 @@ class Made(Enum):
     """Whether a call has changed its keys."""
 
     NOT_YET = auto()  # it still may
-    YES = auto()  # it has returned, and its caller has updated the books
+    YES = auto()  # it has returned, and its caller has updated the accounts
     NO = auto()  # it expired or was cancelled before a lane began it: nobody reports anything
 
 
@@ -119,7 +118,7 @@ class KeyOrder:
     ) -> bool:
         """Give the call to its lane as soon as its keys allow. False: the lane is full, and no callback follows.
 
-        From now on it ends like a call on a lane: `on_end` after it has run, `on_late` if it has not by its deadline.
+        From now on it ends like a call on a lane: `ended` after it has run, `late` if it has not by its deadline.
         `watch` records which of its keys another call begins to change before it has ended.
         """
         before = {id(last): last for key in keys if (last := self._last.get(key)) is not None}
@@ -127,7 +126,7 @@ class KeyOrder:
         if not before and not lane.submit(call):
             return False
         self._tickets[call] = ticket
-        call.on_over = partial(self._leave, ticket)
+        call.order = self
         for last in before.values():
             last.followers.append(ticket)
         ticket.waits_for = len(before)
@@ -153,12 +152,14 @@ class KeyOrder:
             call.move(CallEvent.CANCEL)
         elif not ticket.lane.cancel(call):
             return False
-        self._leave(ticket)
+        self.leave(call)
         return True
 
-    def expire(self, now: float) -> list[Call]:
-        """Calls whose deadline has passed before a lane had them; the caller calls `on_late`."""
-        late = [ticket.call for ticket in self._held if ticket.call.deadline <= now]
+    def expire(self, now: float, given_up: str | None = None) -> list[Call]:
+        """Calls whose deadline has passed before a lane had them, and those of the operation that is `given_up`; the
+        caller reports them."""
+        held = [ticket.call for ticket in self._held]
+        late = [call for call in held if call.deadline <= now or (given_up is not None and call.what == given_up)]
         for call in late:
             if call.state is CallState.QUEUED:
                 call.move(CallEvent.EXPIRE)
@@ -172,6 +173,11 @@ class KeyOrder:
     def busy(self, key: bytes) -> bool:
         """Whether a call that changes this key has not returned."""
         return key in self._last
+
+    def hung(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Those of the keys whose last change is late: whatever waits for it may wait for good."""
+        last = self._last
+        return {key for key in keys if key in last and last[key].call.was_late} if last else set()
 
     def held(self, lane: Lane) -> int:
         """Calls for this lane that wait for others to return."""
@@ -228,16 +234,13 @@ class KeyOrder:
                 watch.note(key, change)
 
     # --- one after the other --------------------------------------------------------------------------------
-    def _leave(self, ticket: _Ticket) -> None:
-        """Its call is over, and its caller has updated the books: the next calls on these keys find them right."""
-        call = ticket.call
-        if self._tickets.pop(call, None) is None:
+    def leave(self, call: Call) -> None:
+        """The call is over, and its caller has updated the accounts: the next calls on these keys find them right."""
+        ticket = self._tickets.pop(call, None)
+        if ticket is None:
             return
         ticket.change.made = Made.NO if call.state in (CallState.EXPIRED, CallState.CANCELLED) else Made.YES
         ticket.change.before = ()
-        # Call and ticket would keep each other alive, with all that the callbacks hold: the server's collector does not
-        # scan old objects, and a call to a slow medium is old by now.
-        call.forget()
         self._no_longer_held(ticket)
         if ticket.watch is not None:
             self.unwatch(ticket.watch, ticket.keys)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache_core.threads import started
 from lmcache_core.tiers.contract import AdapterContext
 
 
@@ -73,7 +74,9 @@ class Parallel:
                 self._wakeup.notify(min(wanted, self._idle))
                 for _ in range(min(wanted - self._idle, self._workers_max - self._workers)):
                     self._workers += 1
-                    threading.Thread(target=self._work, name=f"tier-{self._name}-conn", daemon=True).start()
+                    if started(self._work, f"tier-{self._name}-conn") is None:  # those that run do it, and this one
+                        self._workers -= 1
+                        break
         while batch.run_one():
             pass
         with self._wakeup:
@@ -96,6 +99,8 @@ class Parallel:
             del batch  # an idle worker must not keep views of the pool alive
 
 
-def adapter_context(name: str, connections: int) -> AdapterContext:
+def adapter_context(name: str, connections: int, server: str = "") -> AdapterContext:
     """The context to build an adapter with: `factory(settings, adapter_context(name, config.connections))`."""
-    return AdapterContext(tier=name, connections=connections, run_parallel=Parallel(name, connections).run)
+    return AdapterContext(
+        tier=name, connections=connections, run_parallel=Parallel(name, connections).run, server=server
+    )

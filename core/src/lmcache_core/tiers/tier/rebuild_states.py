@@ -1,6 +1,6 @@
 """How far the scans of a tier's medium have come, and the one table of their transitions (`Rebuild.move`).
 
-The first scan counts everything, and enters it once the list is complete; each later scan corrects the books.
+The first scan counts everything, and enters it once the list is complete; each later scan corrects the accounts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RebuildState(StrEnum):
     SCANNING = "scanning"
     ADOPTING = "adopting"
     DONE = "done"
-    RESCANNING = "rescanning"  # the books stay in use; what others stored is added
+    RESCANNING = "rescanning"  # the accounts stay in use; what others stored is added
     FORGETTING = "forgetting"  # what others deleted is removed
 
 
@@ -25,13 +25,16 @@ class RebuildEvent(Enum):
     """What moves it on."""
 
     LISTED = auto()  # the last page has arrived
-    FINISHED = auto()  # everything listed is in the books
+    REFUSED = auto()  # the medium does not let itself be listed: the tier serves all the same
+    FINISHED = auto()  # everything listed is in the accounts
     AGAIN = auto()  # the next scan is due, or somebody asked for one
 
 
 REBUILD_TRANSITIONS: Transitions[RebuildState, RebuildEvent] = Transitions(
     {
         (RebuildState.SCANNING, RebuildEvent.LISTED): RebuildState.ADOPTING,
+        (RebuildState.SCANNING, RebuildEvent.REFUSED): RebuildState.ADOPTING,
+        (RebuildState.RESCANNING, RebuildEvent.REFUSED): RebuildState.DONE,
         (RebuildState.ADOPTING, RebuildEvent.FINISHED): RebuildState.DONE,
         (RebuildState.DONE, RebuildEvent.AGAIN): RebuildState.RESCANNING,
         (RebuildState.RESCANNING, RebuildEvent.LISTED): RebuildState.FORGETTING,

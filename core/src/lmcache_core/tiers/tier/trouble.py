@@ -7,13 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from lmcache_core import limits
 from lmcache_core.clock import Clock
-from lmcache_core.limits import (
-    ERROR_EXCERPT_CHARS_MAX,
-    TIER_ERROR_KEPT_S,
-    TIER_LOSSES_REMEMBERED,
-    TIER_WARNING_PAUSE_S,
-)
+from lmcache_core.errors import excerpt, printable
 from lmcache_core.tiers.l1 import TierReason
 
 log = logging.getLogger(__name__)
@@ -34,10 +30,11 @@ class Trouble:
 
     def note(self, what: str, error: str, now: float) -> None:
         """Keep the error for `status`, and log it, unless this tier has just logged another."""
+        error = excerpt(error)
         self._errors.pop(what, None)  # the newest is last
         self._errors[what] = (now, error)
         if now >= self._quiet_until:
-            self._quiet_until = now + TIER_WARNING_PAUSE_S
+            self._quiet_until = now + limits.TIER_WARNING_PAUSE_S
             log.warning("tier %s: %s", self._tier, error)
 
     def failed(self, what: str, error: str, now: float) -> None:
@@ -49,7 +46,7 @@ class Trouble:
         """An operation succeeded."""
         if self._errors:
             self._errors.pop(what, None)
-            old = [each for each, (at, _) in self._errors.items() if now - at > TIER_ERROR_KEPT_S]
+            old = [each for each, (at, _) in self._errors.items() if now - at > limits.TIER_ERROR_KEPT_S]
             for each in old:
                 del self._errors[each]
 
@@ -75,7 +72,7 @@ class Losses:
     """The last loss of each tier key that one tier should have and does not. When the younger half is full, the older
     half is dropped at once, so nothing here stalls."""
 
-    def __init__(self, clock: Clock, remembered_max: int = TIER_LOSSES_REMEMBERED) -> None:
+    def __init__(self, clock: Clock, remembered_max: int = limits.TIER_LOSSES_REMEMBERED) -> None:
         self._clock = clock
         self._half_max = max(1, remembered_max // 2)
         self._young: dict[bytes, TierLoss] = {}
@@ -83,7 +80,7 @@ class Losses:
 
     def note(self, tier_keys: Iterable[bytes], reason: TierReason, text: str = "") -> None:
         """These are not on the tier."""
-        loss = TierLoss(reason, self._clock.now, text[:ERROR_EXCERPT_CHARS_MAX])
+        loss = TierLoss(reason, self._clock.now, printable(text)[: limits.ERROR_EXCERPT_CHARS_MAX])
         young = self._young
         for key in tier_keys:
             young[key] = loss

@@ -1,0 +1,1 @@
+"""Bytes to and from the slots: leases, copies, and jobs over pages."""

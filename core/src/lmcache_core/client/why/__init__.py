@@ -1,0 +1,1 @@
+"""Why a key was not served, and whether the tiers have it."""

@@ -1,0 +1,1 @@
+"""Requests that may take several turns: lookups, stores, waits for tiers, explanations and clears."""

@@ -1,0 +1,108 @@
+"""Stores: most are answered at once; one that needs whole slabs to be emptied is answered when they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lmcache_core.errors import LeaseExpiredError
+from lmcache_core.kernel.answers import Grants
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.kernel.rooms import Preparation
+from lmcache_core.limits import ROOM_WAIT_S, STORES_PER_SESSION_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import error_reply, split_keys
+from lmcache_core.server.peers.session import Session
+from lmcache_core.server.peers.shares import Share
+from lmcache_core.server.pool.l1 import L1
+from lmcache_core.server.waiting.tier_waits import TierWaits, granted
+
+
+class Stores:
+    """The stores that wait for room. Lives on the loop's thread."""
+
+    def __init__(self, kernel: Kernel, l1: L1, tier_waits: TierWaits, share: Share) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._tier_waits = tier_waits  # for tiers, with what was granted: a page waits for slabs first
+        self._share = share
+        self._waiting: dict[Session, dict[Preparation, m.PrepareStore]] = {}
+        self.waited = 0  # stores that could not be answered at once
+
+    def prepare(self, session: Session, request: m.PrepareStore, layout_id: int) -> m.Message | None:
+        """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` with a part of it."""
+        now, keys = self._l1.clock.now, split_keys(request.keys)
+        self._l1.before_store(layout_id, len(keys))
+        waiting = self._waiting.get(session, {})
+        many = len(waiting) >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
+        answer = self._kernel.begin_store(
+            session.id,
+            request.namespace,
+            layout_id,
+            keys,
+            now,
+            lease_id=request.lease,
+            wait_s=0.0 if many else ROOM_WAIT_S,
+        )
+        if isinstance(answer, Grants):
+            return self._answer(session, request, layout_id, keys, answer)
+        self._take_place(session, request, answer)
+        self._l1.answer_later(answer, lambda: self._answer_late(session, layout_id, keys, answer))
+        self.waited += 1
+        return None
+
+    def _take_place(self, session: Session, request: m.PrepareStore, preparation: Preparation) -> None:
+        self._waiting.setdefault(session, {})[preparation] = request
+        session.storing[request.namespace] += 1
+        self._share.take(session.origin)
+        self._kernel.undo.add((self._remove, (session, preparation)))
+
+    @property
+    def under_way(self) -> int:
+        """Stores that wait for room."""
+        return self._share.taken
+
+    def session_ends(self, session: Session) -> None:
+        """Its leases are about to be settled, and the kernel cancels what it waits for: answer it before."""
+        ended = LeaseExpiredError("the session was ended while this store waited for room: store again")
+        for request in self._remove_all(session):
+            session.send(error_reply(request.rid, ended))
+        self._tier_waits.session_ends(session)
+
+    def session_gone(self, session: Session) -> None:
+        """The kernel cancels those that wait for it; waits for tiers are withdrawn."""
+        self._remove_all(session)
+        self._tier_waits.session_gone(session)
+        session.storing.clear()
+
+    def _remove_all(self, session: Session) -> list[m.PrepareStore]:
+        return [self._remove(session, each) for each in list(self._waiting.get(session, {}))]
+
+    def _remove(self, session: Session, preparation: Preparation) -> m.PrepareStore:
+        """It no longer waits."""
+        mine = self._waiting[session]
+        request = mine.pop(preparation)
+        if not mine:  # sessions come and go
+            del self._waiting[session]
+        session.storing -= Counter([request.namespace])
+        self._share.free(session.origin)
+        return request
+
+    def _answer(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
+    ) -> m.Message | None:
+        """None: it waits for tiers, too."""
+        if self._tier_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
+            return None
+        return granted(request.rid, grants, self._l1.clock.now)
+
+    def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
+        if done not in self._waiting.get(session, {}):  # its session has gone in the step that made room
+            return
+        request = self._remove(session, done)
+        reply: m.Message | None = None
+        if done.grants is not None:
+            reply = self._answer(session, request, layout_id, keys, done.grants)
+        elif done.error is not None:
+            reply = error_reply(request.rid, done.error)
+        if reply is not None:
+            session.send(reply)

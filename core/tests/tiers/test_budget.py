@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+
+import pytest
+
+from lmcache_core.tiers import budget
+
+
+@pytest.mark.parametrize("deadline", [math.inf, 1e300, time.monotonic() + 40 * 86400])
+def test_a_deadline_further_away_than_sockets_count_is_kept(deadline: float) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with budget.within(deadline), budget.connect("127.0.0.1", listener.getsockname()[1], deadline) as near:
+            far, _ = listener.accept()
+            with far, budget.locked(threading.Lock()):
+                far.sendall(b"answer")
+                assert near.recv(6) == b"answer"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b", "."])
+def test_a_name_that_cannot_be_a_hosts_is_an_address_that_fails(host: str) -> None:
+    with pytest.raises(OSError, match="cannot be a host name"):
+        budget.connect(host, 80, time.monotonic() + 10)
+
+
+def test_a_peer_that_sends_on_and_on_is_left_at_the_bytes_of_the_innermost_budget() -> None:
+    left, right = socket.socketpair()
+    left.__class__ = budget.BudgetSocket
+    with left, right:
+        right.sendall(bytes(100))
+        with budget.within(math.inf, 60):
+            with budget.within(math.inf, 1000):
+                assert len(left.recv(40)) == 40
+                with pytest.raises(budget.TooManyBytesError):  # the outer one applies, too
+                    left.recv(40)
+        assert left.recv_into(bytearray(100)) == 20  # without a budget whatever comes
+        right.sendall(bytes(50))
+        with budget.within(math.inf, 50):
+            assert len(left.recv(100)) == 50
