@@ -1,0 +1,1 @@
+"""What is on the medium, and who may change it when."""
