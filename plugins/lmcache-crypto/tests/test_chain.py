@@ -17,7 +17,6 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.serde.scratch import Scratch
-from lmcache_core.testing import MemoryAdapter
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import (
     HEADER_BYTES,
@@ -30,6 +29,7 @@ from lmcache_core.tiers.object.format import (
 from lmcache_core.tiers.object.transfer import Carrier, Loaded, Transfer
 from lmcache_crypto.serde import AesGcmSerde
 from lmcache_crypto.settings import AesGcmSettings
+from lmcache_mock.memory import MemoryAdapter
 
 fp8 = pytest.importorskip("lmcache_fp8.serde", reason="lmcache-fp8 is not installed")
 fp8_settings = pytest.importorskip("lmcache_fp8.settings")

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from lmcache_fs import client
 from lmcache_fs.adapter import FsAdapter
 from lmcache_fs.settings import FsSettings
 from lmcache_fs.transport.mode import WriteMode
+
+from .conftest import Disk
 
 HEADER, PAYLOAD = os.urandom(4096), os.urandom(70_001)
 SIZES = (4096, 70_001)
@@ -34,7 +36,9 @@ def _aligned(content: bytes) -> memoryview:
 @pytest.mark.parametrize("io_mode", ["buffered", "direct", "auto"])
 @pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("payload_bytes", [0, 1, 4096, 70_001, 1 << 20])
-def test_bytes_come_back_in_every_mode(disk: Any, io_mode: str, fsync: bool, payload_bytes: int) -> None:
+def test_bytes_come_back_in_every_mode(
+    disk: Callable[..., Disk], io_mode: str, fsync: bool, payload_bytes: int
+) -> None:
     tier = disk(io_mode=io_mode, fsync=fsync)
     payload = os.urandom(payload_bytes)
     stored = _aligned(HEADER + payload)
@@ -46,7 +50,7 @@ def test_bytes_come_back_in_every_mode(disk: Any, io_mode: str, fsync: bool, pay
     assert back == stored
 
 
-def test_a_shorter_object_ends_inside_the_last_buffer(disk: Any) -> None:
+def test_a_shorter_object_ends_inside_the_last_buffer(disk: Callable[..., Disk]) -> None:
     tier = disk()
     tier.store(b"k", HEADER, b"abc")
     outcome, (head, tail) = tier.load(b"k", 4096, 100)
@@ -54,7 +58,7 @@ def test_a_shorter_object_ends_inside_the_last_buffer(disk: Any) -> None:
     assert (bytes(head), bytes(tail[:3])) == (HEADER, b"abc")
 
 
-def test_a_store_replaces_and_a_delete_may_be_repeated(disk: Any) -> None:
+def test_a_store_replaces_and_a_delete_may_be_repeated(disk: Callable[..., Disk]) -> None:
     tier = disk()
     tier.store(b"k", b"old")
     tier.store(b"k", b"new!")
@@ -67,7 +71,7 @@ def test_a_store_replaces_and_a_delete_may_be_repeated(disk: Any) -> None:
     assert tier.load(b"k", 10)[0].result is Result.MISS
 
 
-def test_every_key_has_a_file_of_its_own(disk: Any) -> None:
+def test_every_key_has_a_file_of_its_own(disk: Callable[..., Disk]) -> None:
     tier = disk()
     keys = [b"\x00", b"\x00\x00", b"/", b"..", b"a" * 64, b"A" * 64, bytes(range(64)), b"\xff"]
     for key in keys:
@@ -80,7 +84,7 @@ def test_every_key_has_a_file_of_its_own(disk: Any) -> None:
 
 # --- damage -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut_to", [0, 5, 16, 4096, 74_000])
-def test_a_truncated_file_is_damaged_and_set_aside(disk: Any, cut_to: int) -> None:
+def test_a_truncated_file_is_damaged_and_set_aside(disk: Callable[..., Disk], cut_to: int) -> None:
     tier = disk()
     tier.store(b"k", HEADER, PAYLOAD)
     (file,) = tier.files()
@@ -88,25 +92,28 @@ def test_a_truncated_file_is_damaged_and_set_aside(disk: Any, cut_to: int) -> No
     outcome, _ = tier.load(b"k", *SIZES)
     assert outcome.result is Result.DAMAGED
     assert str(file) in outcome.error
+    assert tier.files() == [file], "a read moves nothing"
+    tier.adapter.set_aside([b"k"], tier.deadline, [outcome.version])
     assert tier.exists(b"k") == [False]
     assert [path.stat().st_size for path in tier.files("damaged")] == [cut_to]
 
 
 @pytest.mark.parametrize("io_mode", ["buffered", "direct"])
-def test_a_longer_file_is_damaged(disk: Any, io_mode: str) -> None:
+def test_a_longer_file_is_damaged(disk: Callable[..., Disk], io_mode: str) -> None:
     tier = disk(io_mode=io_mode)
     tier.store(b"k", HEADER, PAYLOAD)
     (file,) = tier.files()
     with file.open("ab") as end:
         end.write(b"x" * 100)
     assert tier.load(b"k", *SIZES)[0].result is Result.DAMAGED
+    file.unlink()
     tier.store(b"j", HEADER, PAYLOAD)
     with tier.files()[0].open("ab") as end:
         end.write(b"x" * 100)
     assert tier.load(b"j", SIZES[0], SIZES[1] + 1000)[0].result is Result.DAMAGED
 
 
-def test_damaged_files_are_kept_up_to_a_bound_and_then_deleted(disk: Any) -> None:
+def test_damaged_files_are_kept_up_to_a_bound_and_then_deleted(disk: Callable[..., Disk]) -> None:
     tier = disk(damaged_files_max=2)
     for i in range(4):
         tier.store(b"k%d" % i, PAYLOAD)
@@ -114,15 +121,26 @@ def test_damaged_files_are_kept_up_to_a_bound_and_then_deleted(disk: Any) -> Non
         os.truncate(file, 10)
     for i in range(4):
         assert tier.load(b"k%d" % i, len(PAYLOAD))[0].result is Result.DAMAGED
+        tier.adapter.set_aside([b"k%d" % i], tier.deadline)
     assert (len(tier.files()), len(tier.files("damaged"))) == (0, 2)
 
 
-def test_what_the_core_finds_damaged_is_set_aside_too(disk: Any) -> None:
+def test_what_the_core_finds_damaged_is_set_aside_too(disk: Callable[..., Disk]) -> None:
     tier = disk()
     tier.store(b"k", PAYLOAD)
     for _ in range(2):
         assert tier.adapter.set_aside([b"k"], tier.deadline)[0].result is Result.DONE
     assert (len(tier.files()), len(tier.files("damaged"))) == (0, 1)
+
+
+def test_a_file_that_was_replaced_since_it_looked_damaged_is_not_set_aside(disk: Callable[..., Disk]) -> None:
+    tier = disk()
+    tier.store(b"k", PAYLOAD)
+    os.truncate(tier.files()[0], 10)
+    outcome, _ = tier.load(b"k", len(PAYLOAD))
+    disk().store(b"k", PAYLOAD)  # by another server
+    assert tier.adapter.set_aside([b"k"], tier.deadline, [outcome.version])[0].result is Result.DONE
+    assert tier.load(b"k", len(PAYLOAD))[0].result is Result.DONE
 
 
 # --- a medium in trouble ------------------------------------------------------------------------------------
@@ -139,7 +157,9 @@ def small_medium(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)  # lazily: an adapter may still have it open
 
 
-def test_a_full_disk_is_an_ordinary_answer_and_leaves_no_temporary_behind(disk: Any, small_medium: Path) -> None:
+def test_a_full_disk_is_an_ordinary_answer_and_leaves_no_temporary_behind(
+    disk: Callable[..., Disk], small_medium: Path
+) -> None:
     tier = disk(small_medium)
     answers = [tier.store(b"k%d" % i, os.urandom(200_000)).result for i in range(8)]
     assert answers[:4] == [Result.DONE] * 4
@@ -151,7 +171,7 @@ def test_a_full_disk_is_an_ordinary_answer_and_leaves_no_temporary_behind(disk: 
     tier.adapter.close()
 
 
-def test_a_read_only_medium_serves_loads_and_refuses_stores_in_words(disk: Any, small_medium: Path) -> None:
+def test_a_read_only_medium_serves_loads_and_refuses_stores(disk: Callable[..., Disk], small_medium: Path) -> None:
     writer = disk(small_medium)
     writer.store(b"k", PAYLOAD)
     writer.adapter.close()
@@ -160,7 +180,7 @@ def test_a_read_only_medium_serves_loads_and_refuses_stores_in_words(disk: Any, 
     try:
         refused = tier.store(b"j", PAYLOAD)
         assert (refused.result, refused.retryable) == (Result.FAILED, False)
-        assert "right to read and write" in refused.error
+        assert "mount it writable" in refused.error
         outcome, (back,) = tier.load(b"k", len(PAYLOAD))
         assert (outcome.result, bytes(back)) == (Result.DONE, PAYLOAD)
     finally:
@@ -168,7 +188,7 @@ def test_a_read_only_medium_serves_loads_and_refuses_stores_in_words(disk: Any, 
         tier.adapter.close()
 
 
-def test_a_path_below_a_file_fails_in_words_and_breaks_nothing(disk: Any, tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_refused_and_breaks_nothing(disk: Callable[..., Disk], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     tier = disk(tmp_path / "file" / "tier")
     outcome = tier.store(b"k", PAYLOAD)
@@ -180,7 +200,7 @@ def test_a_path_below_a_file_fails_in_words_and_breaks_nothing(disk: Any, tmp_pa
 
 
 @pytest.mark.parametrize("what", [".", "objects", "tmp"])
-def test_a_directory_deleted_under_us_is_made_again_at_the_next_store(disk: Any, what: str) -> None:
+def test_a_directory_deleted_under_us_is_made_again_at_the_next_store(disk: Callable[..., Disk], what: str) -> None:
     tier = disk()
     tier.store(b"k", PAYLOAD)
     shutil.rmtree(tier.path / what)
@@ -190,7 +210,7 @@ def test_a_directory_deleted_under_us_is_made_again_at_the_next_store(disk: Any,
     assert (outcome.result, bytes(back)) == (Result.DONE, PAYLOAD)
 
 
-def test_buffers_that_start_anywhere_go_direct_too(disk: Any) -> None:
+def test_buffers_that_start_anywhere_go_direct_too(disk: Callable[..., Disk]) -> None:
     tier = disk(io_mode="direct")
     content = os.urandom((3 << 20) + 4097)
     unaligned = memoryview(bytearray(b"x" + content))[1:]
@@ -200,8 +220,8 @@ def test_buffers_that_start_anywhere_go_direct_too(disk: Any) -> None:
     assert (loaded.result, bytes(back)) == (Result.DONE, content), loaded.error
 
 
-def test_a_medium_without_direct_io_is_said_in_words_and_auto_goes_around(
-    disk: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_medium_without_direct_io_is_reported_and_auto_uses_buffered_io(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = client.write_object
 
@@ -226,7 +246,7 @@ def test_auto_writes_direct_only_while_memory_is_short() -> None:
     assert not short.direct()
 
 
-def test_what_is_past_its_deadline_is_not_begun(disk: Any) -> None:
+def test_what_is_past_its_deadline_is_not_begun(disk: Callable[..., Disk]) -> None:
     tier = disk()
     outcome = tier.adapter.store([StoreItem(b"k", [memoryview(b"x")])], 0.0)[0]
     assert (outcome.result, outcome.retryable) == (Result.FAILED, True)
@@ -243,7 +263,9 @@ def _scan(tier: Any) -> list[Any]:
     return entries
 
 
-def test_a_scan_finds_each_object_once_with_its_size_in_pages(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_finds_each_object_once_with_its_size_in_pages(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_fs.adapter._SCAN_PAGE_ENTRIES", 7)
     tier = disk()
     sizes = {b"key %d" % i: 10 + i for i in range(50)}
@@ -258,11 +280,11 @@ def test_a_scan_finds_each_object_once_with_its_size_in_pages(disk: Any, monkeyp
     assert len(tier.adapter.scan(None, tier.deadline).entries) < 50
 
 
-def test_a_scan_of_nothing_is_empty(disk: Any) -> None:
+def test_a_scan_of_nothing_is_empty(disk: Callable[..., Disk]) -> None:
     assert _scan(disk()) == []
 
 
-def test_a_load_makes_an_object_the_most_recent_for_the_next_scan(disk: Any) -> None:
+def test_a_load_makes_an_object_the_most_recent_for_the_next_scan(disk: Callable[..., Disk]) -> None:
     tier = disk()
     for i in range(3):
         tier.store(b"k%d" % i, PAYLOAD)
@@ -274,7 +296,7 @@ def test_a_load_makes_an_object_the_most_recent_for_the_next_scan(disk: Any) -> 
     assert all(entry.used_at_s < 2000 for entry in order[:-1])
 
 
-def test_objects_outlive_the_adapter(disk: Any) -> None:
+def test_objects_outlive_the_adapter(disk: Callable[..., Disk]) -> None:
     tier = disk()
     tier.store(b"k", PAYLOAD)
     tier.adapter.close()
@@ -282,7 +304,7 @@ def test_objects_outlive_the_adapter(disk: Any) -> None:
     assert (outcome.result, bytes(back)) == (Result.DONE, PAYLOAD)
 
 
-def test_a_closed_adapter_says_so_and_leaves_no_temporary_folder(disk: Any) -> None:
+def test_a_closed_adapter_says_so_and_leaves_no_temporary_folder(disk: Callable[..., Disk]) -> None:
     tier = disk()
     tier.store(b"k", PAYLOAD)
     tier.adapter.close()
@@ -297,7 +319,7 @@ def test_building_an_adapter_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_threads_storing_one_key_leave_one_whole_object(disk: Any) -> None:
+def test_threads_storing_one_key_leave_one_whole_object(disk: Callable[..., Disk]) -> None:
     tier = disk()
     contents = [bytes([i]) * 50_000 for i in range(4)]
     threads = [

@@ -5,21 +5,27 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import stat
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import Result
 from lmcache_fs.client import make_folder
 from lmcache_fs.transport.temporary import TemporaryFolder, sweep
 
+from .conftest import Disk
+
 KEY = b"k" * 44
 
 
-def test_temporary_folders_without_a_lock_are_swept(disk: Any, tmp_path: Path) -> None:
+def test_temporary_folders_without_a_lock_are_swept(disk: Callable[..., Disk], tmp_path: Path) -> None:
     """A sweeper that died had removed the lock first; an adapter that died had made none yet."""
     path = tmp_path / "tier"
     living = disk(path)
@@ -57,7 +63,9 @@ def test_a_folder_that_is_being_made_is_not_swept(tmp_path: Path, monkeypatch: p
     folder.close()
 
 
-def test_fsync_reaches_the_directory_of_a_new_shard(disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsync_reaches_the_directory_of_a_new_shard(
+    disk: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     fsync = os.fsync
 
@@ -78,7 +86,7 @@ def test_fsync_reaches_the_directory_of_a_new_shard(disk: Any, tmp_path: Path, m
     assert str(path / "objects") not in synced, "a shard that is there costs no more than its own sync"
 
 
-def test_what_lies_in_the_wrong_place_is_not_counted(disk: Any) -> None:
+def test_what_lies_in_the_wrong_place_is_not_counted(disk: Callable[..., Disk]) -> None:
     here = disk()
     here.store(KEY, b"content")
     (file,) = here.files()
@@ -95,7 +103,7 @@ def test_what_lies_in_the_wrong_place_is_not_counted(disk: Any) -> None:
     assert page.cursor is None
 
 
-def test_the_directory_and_all_in_it_is_its_owners_alone(disk: Any, tmp_path: Path) -> None:
+def test_the_directory_and_all_in_it_is_its_owners_alone(disk: Callable[..., Disk], tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         here = disk(tmp_path / "tier")
@@ -103,6 +111,7 @@ def test_the_directory_and_all_in_it_is_its_owners_alone(disk: Any, tmp_path: Pa
         (file,) = here.files()
         file.write_bytes(b"short")
         here.load(KEY, 100)
+        here.adapter.set_aside([KEY], here.deadline)
     finally:
         os.umask(before)
     folders = [here.path, *(each for each in here.path.rglob("*") if each.is_dir())]
@@ -111,7 +120,9 @@ def test_the_directory_and_all_in_it_is_its_owners_alone(disk: Any, tmp_path: Pa
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
 
 
-def test_what_cannot_be_removed_is_not_said_to_be_gone(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_not_said_to_be_gone(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = disk(damaged_files_max=0)
     here.store(KEY, b"content")
     monkeypatch.setattr(os, "unlink", _refused)
@@ -125,7 +136,7 @@ def test_what_cannot_be_removed_is_not_said_to_be_gone(disk: Any, monkeypatch: p
 
 
 def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_one(
-    disk: Any, monkeypatch: pytest.MonkeyPatch
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = disk()
     here.store(KEY, b"content")
@@ -141,10 +152,83 @@ def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_one(
     assert [each.name for each in folder.iterdir()] == ["lock"]
 
 
-def _refused(*arguments: Any, **more: Any) -> None:
+def _refused(*arguments: object, **more: object) -> None:
     raise OSError(errno.EIO, "the medium refuses")
 
 
 def test_a_directory_that_can_never_be_made_is_refused_by_its_name() -> None:
     with pytest.raises(FileNotFoundError, match="/proc/"):
         make_folder("/proc/tier/objects", sync=False)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        here = os.open(path.parent, os.O_PATH)
+        try:
+            sock.bind(f"/proc/self/fd/{here}/{path.name}")  # its own path may be too long for an address
+        finally:
+            os.close(here)
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+THINGS: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "directory": Path.mkdir,
+    "full directory": lambda path: (path / "a" / "b").mkdir(parents=True),
+    "socket": _socket,
+    "device": _device,
+    "loop": lambda path: path.symlink_to(path.name),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "link to a file": lambda path: path.symlink_to("/etc/hostname"),
+}
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_thing_in_place_of_a_file_is_one_bad_object_and_stays(disk: Any, thing: str, mode: str) -> None:
+    one = disk(io_mode=mode)
+    other = b"o" * 44
+    one.store(KEY, b"content")
+    one.store(other, b"well")
+    (path,) = [each for each in one.files() if each.name == KEY.hex()]
+    path.unlink()
+    THINGS[thing](path)
+    before = path.lstat()
+    started = time.monotonic()
+    outcome, _ = one.load(KEY, 7)
+    assert outcome.result is Result.DAMAGED
+    assert "where a file is expected" in outcome.error
+    assert one.exists(KEY, other) == [False, True]
+    assert one.adapter.delete([KEY], one.deadline)[0].result is Result.DONE
+    assert one.adapter.set_aside([KEY], one.deadline)[0].result is Result.DONE
+    assert [entry.key for entry in one.adapter.scan(None, one.deadline).entries] == [other]
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode), "it is not ours"
+    assert one.load(other, 4)[0].result is Result.DONE
+    stored = one.store(KEY, b"content").result
+    assert stored is (Result.FAILED if "directory" in thing else Result.DONE)
+    assert time.monotonic() - started < 5, "nothing waits for its other end"
+
+
+@pytest.mark.parametrize("name", ["medium", "leader"])
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_thing_in_place_of_a_file_of_the_tier_itself_holds_nobody_up(disk: Any, thing: str, name: str) -> None:
+    one = disk()
+    one.store(KEY, b"content")
+    one.adapter.try_to_lead()
+    path = one.path / name
+    path.unlink()
+    THINGS[thing](path)
+    started = time.monotonic()
+    if name == "medium":
+        with pytest.raises(TierError, match="medium cannot be read: it is"):
+            one.load(KEY, 7)
+    else:
+        assert one.adapter.try_to_lead(), "where no lock can be had, nobody else has it"
+        assert one.load(KEY, 7)[0].result is Result.DONE
+    assert time.monotonic() - started < 5

@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import Disk
 
 LEADER = """
 import sys
@@ -20,7 +23,7 @@ sys.stdin.read()
 """
 
 
-def test_one_adapter_leads_and_the_next_does_once_it_is_closed(disk: Any) -> None:
+def test_one_adapter_leads_and_the_next_does_once_it_is_closed(disk: Callable[..., Disk]) -> None:
     one, two = disk().adapter, disk().adapter
     assert one.try_to_lead()
     assert not two.try_to_lead()
@@ -29,7 +32,7 @@ def test_one_adapter_leads_and_the_next_does_once_it_is_closed(disk: Any) -> Non
     assert two.try_to_lead()
 
 
-def test_a_leader_that_was_killed_leads_no_longer(disk: Any) -> None:
+def test_a_leader_that_was_killed_leads_no_longer(disk: Callable[..., Disk]) -> None:
     tier = disk()
     other = subprocess.Popen(
         [sys.executable, "-c", LEADER, str(tier.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -47,7 +50,7 @@ def test_a_leader_that_was_killed_leads_no_longer(disk: Any) -> None:
     assert tier.adapter.try_to_lead()
 
 
-def test_a_leader_whose_directory_was_deleted_stands_for_election_again(disk: Any) -> None:
+def test_a_leader_whose_directory_was_deleted_stands_for_election_again(disk: Callable[..., Disk]) -> None:
     one = disk()
     assert one.adapter.try_to_lead()
     shutil.rmtree(one.path)
@@ -56,7 +59,7 @@ def test_a_leader_whose_directory_was_deleted_stands_for_election_again(disk: An
     assert not one.adapter.try_to_lead()
 
 
-def test_where_nothing_can_be_locked_everyone_leads(disk: Any, tmp_path: Any) -> None:
+def test_where_nothing_can_be_locked_everyone_leads(disk: Callable[..., Disk], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     tier = disk(tmp_path / "file" / "below")
     descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208

@@ -8,15 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, StoreItem
 from lmcache_fs.adapter import FsAdapter
-from lmcache_fs.check import check_tier
 from lmcache_fs.settings import FsSettings
+from lmcache_testing.embedded import Json
 
 NOBODY = 65534
 
@@ -33,7 +32,7 @@ def folder() -> Iterator[Path]:
         yield tier
 
 
-def unprivileged(work: Callable[[], Any]) -> Any:
+def unprivileged(work: Callable[[], Json]) -> Json:
     """What `work` returns in a child process that may do no more than any user."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -56,11 +55,11 @@ def unprivileged(work: Callable[[], Any]) -> Any:
     return json.loads(said)
 
 
-def everything(folder: Path) -> Callable[[], dict[str, Any]]:
+def everything(folder: Path) -> Callable[[], Json]:
     """Every method's answer on this directory: outcome, words, and whether the lane would try again."""
 
-    def work() -> dict[str, Any]:
-        said: dict[str, Any] = {"uid": os.geteuid()}
+    def work() -> Json:
+        said: Json = {"uid": os.geteuid()}
         deadline = time.monotonic() + 60
         with FsAdapter(FsSettings(path=folder), AdapterContext(tier="disk")) as adapter:
             stored = adapter.store([StoreItem(b"k", [memoryview(b"content")])], deadline)[0]
@@ -113,10 +112,13 @@ def test_a_directory_that_is_missing_and_cannot_be_made_is_no_empty_one(folder: 
 def test_check_finds_a_directory_that_may_not_be_written_to(folder: Path) -> None:
     folder.chmod(0o500)
 
-    def work() -> list[list[object]]:
-        return [[finding.ok, finding.cure] for finding in check_tier("disk", FsSettings(path=folder))]
+    def work() -> str:
+        with FsAdapter(FsSettings(path=folder), AdapterContext(tier="disk")) as adapter:
+            with pytest.raises(TierError) as raised:
+                list(adapter.check(time.monotonic() + 60))
+        return raised.value.cure
 
-    assert unprivileged(work) == [[False, f"make {folder} a directory that user {_user()} may read and write"]]
+    assert unprivileged(work) == f"make {folder} a directory that user {_user()} may read and write"
 
 
 def _user() -> int:

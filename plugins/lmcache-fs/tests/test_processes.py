@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lmcache_core.tiers.contract import Result
 
-# Stores objects under few keys for ever. Every byte of an object is equal, and so is a length for each byte value:
+from .conftest import Disk
+
+# Stores objects under few keys for good. Every byte of an object is equal, and so is a length for each byte value:
 # a torn file cannot look right.
 WRITER = """
 import sys, time
@@ -33,7 +35,7 @@ def _writer(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
 
 
-def _assert_whole(tier: Any) -> int:
+def _assert_whole(tier: Disk) -> int:
     whole = 0
     for number in range(5):
         outcome, (back,) = tier.load(b"key %d" % number, 301_000)
@@ -46,7 +48,9 @@ def _assert_whole(tier: Any) -> int:
     return whole
 
 
-def test_a_writer_killed_in_the_middle_leaves_no_torn_object_and_its_temporaries_are_swept(disk: Any) -> None:
+def test_a_writer_killed_in_the_middle_leaves_no_torn_object_and_its_temporaries_are_swept(
+    disk: Callable[..., Disk],
+) -> None:
     tier = disk()
     for round_number in range(4):
         writer = _writer(tier.path)
@@ -64,7 +68,7 @@ def test_a_writer_killed_in_the_middle_leaves_no_torn_object_and_its_temporaries
     assert len(list((tier.path / "tmp").iterdir())) == 1, "only the folder of the living is left"
 
 
-def test_readers_beside_writers_see_whole_objects_only(disk: Any) -> None:
+def test_readers_beside_writers_see_whole_objects_only(disk: Callable[..., Disk]) -> None:
     tier = disk()
     writers = [_writer(tier.path) for _ in range(2)]
     try:
@@ -82,7 +86,7 @@ def test_readers_beside_writers_see_whole_objects_only(disk: Any) -> None:
             writer.stdout.close()
 
 
-def test_the_living_are_not_swept(disk: Any) -> None:
+def test_the_living_are_not_swept(disk: Callable[..., Disk]) -> None:
     first = disk()
     first.store(b"a", b"x")
     folder = first.adapter.temporary.path

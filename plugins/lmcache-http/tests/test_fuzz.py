@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from lmcache_core.testing.waiting import WAIT_S
+from lmcache_testing.waiting import WAIT_S
 
 schemathesis = pytest.importorskip("schemathesis")
 pytest.importorskip("schemathesis.specs.openapi.checks")

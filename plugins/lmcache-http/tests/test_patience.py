@@ -4,6 +4,7 @@ nobody out until then."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import socket
 import ssl
@@ -20,7 +21,7 @@ from lmcache_http import patience
 from lmcache_http.__main__ import where_from
 from lmcache_http.settings import HttpSettings
 
-MUCH = 64 << 20  # bytes
+MUCH = 4 << 20  # bytes: a socket's and uvicorn's buffers are far smaller
 FOR_EVER_S = 1e6
 ASKED = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UNFINISHED = {
@@ -119,7 +120,8 @@ def test_who_asks_is_answered_at_once_whoever_else_says_nothing(connect: Callabl
 def test_an_answer_that_is_not_read_loses_its_connection(connect: Callable[[], socket.socket]) -> None:
     asking = [connect() for _ in range(260)]
     for each in asking:
-        each.sendall(ASKED)
+        with contextlib.suppress(ConnectionError):  # one of the first, which made room for others
+            each.sendall(ASKED)
     for each in asking:
         wait_for_hang_up(each)
         assert len(rest_of(each)) < MUCH

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.testing import Backdoor, L2AdapterContract, PluginPackageContract
 from lmcache_core.tiers.contract import AdapterContext
 from lmcache_mock.adapter import MockAdapter
 from lmcache_mock.settings import MockSettings
+from lmcache_testing import Backdoor, L2AdapterContract, PluginPackageContract
 
 
 class TestPackage(PluginPackageContract):

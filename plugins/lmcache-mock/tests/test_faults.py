@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ from pydantic import ValidationError
 
 from lmcache_core.cli.main import main
 from lmcache_core.errors import TierError
-from lmcache_core.testing import material
-from lmcache_core.tiers.contract import AdapterContext, LoadItem, Result
+from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, Result
 from lmcache_mock.adapter import MockAdapter
-from lmcache_mock.check import check_tier
 from lmcache_mock.control import write_rules
 from lmcache_mock.settings import MockSettings
+from lmcache_testing import material
 
 CONTENT = material.content(1, 10_000)
 
@@ -27,14 +27,14 @@ def mock(**settings: Any) -> MockAdapter:
 
 
 @pytest.fixture
-def adapter() -> Any:
+def adapter() -> Iterator[MockAdapter]:
     with mock() as adapter:
         for number in range(20):
             material.store(adapter, material.key(number), material.content(number, 10_000))
         yield adapter
 
 
-def load(adapter: MockAdapter, number: int) -> tuple[Any, bytes]:
+def load(adapter: MockAdapter, number: int) -> tuple[Outcome, bytes]:
     return material.load(adapter, material.key(number), 10_000)
 
 
@@ -79,19 +79,21 @@ def test_a_struck_store_is_an_outcome_and_leaves_nothing(adapter: MockAdapter, r
     assert material.key(99) not in adapter.memory.objects
 
 
-def test_gone_and_back(adapter: MockAdapter) -> None:
+def test_a_medium_that_was_gone_serves_its_objects_again(adapter: MockAdapter) -> None:
     adapter.set_faults("any gone")
     for call in (lambda: load(adapter, 3), lambda: adapter.exists([b"k"], material.soon())):
         with pytest.raises(TierError, match="gone"):
             call()
     adapter.set_faults()
-    assert load(adapter, 3) == ((Result.DONE, 10_000, "", False), material.content(3, 10_000))
+    outcome, content = load(adapter, 3)
+    assert (outcome.result, outcome.nbytes) == (Result.DONE, 10_000)
+    assert content == material.content(3, 10_000)
 
 
 def test_a_hang_ignores_its_deadline_and_ends_when_its_rule_goes(adapter: MockAdapter) -> None:
     adapter.set_faults("load hang")
     ended = threading.Event()
-    outcomes: list[Any] = []
+    outcomes: list[Outcome] = []
 
     def work() -> None:
         item = LoadItem(material.key(3), [memoryview(bytearray(10_000))])
@@ -217,10 +219,10 @@ def test_bandwidth_is_shared_by_all_calls() -> None:
 
 
 def test_check_says_what_is_in_force_and_what_to_mend(tmp_path: Path) -> None:
-    assert check_tier("m", MockSettings(faults=("any gone",))).message.endswith("any gone")
+    assert [each.message for each in mock(faults=("any gone",)).check(material.soon())][-1].endswith("any gone")
     control = tmp_path / "control"
     control.write_text("any nonsense\n")
-    found = check_tier("m", MockSettings(control=control))
-    assert not found.ok
-    assert found.cure
-    assert not check_tier("m", MockSettings(control=tmp_path / "no" / "control")).ok
+    for path, cure in ((control, "correct the line"), (tmp_path / "no" / "control", "move l2.mock.control")):
+        with pytest.raises(TierError) as raised:
+            list(mock(control=path).check(material.soon()))
+        assert cure in raised.value.cure

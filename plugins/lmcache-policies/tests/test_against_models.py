@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.policies.simulation import SimulatedEntry as Block
+from lmcache_core.policies.contracts import EvictionPolicy
+from lmcache_lab.simulation import SimulatedEntry as Block
 from lmcache_policies.arc import ArcPolicy
 from lmcache_policies.fifo import FifoPolicy
 from lmcache_policies.lfu import LfuPolicy
@@ -347,7 +348,7 @@ VERBS = st.sampled_from(("insert", "access", "hold", "release", "name", "evict",
 OPERATION = st.tuples(VERBS, st.integers(0, (1 << KEYS) - 1), st.integers(1, 30))
 
 
-def apply(policy: Any, residents: dict[int, Block], verb: str, bits: int, amount: int) -> list[bytes]:
+def apply(policy: EvictionPolicy, residents: dict[int, Block], verb: str, bits: int, amount: int) -> list[bytes]:
     """One operation on a policy or a model, and the keys that it named."""
     named: list[Block] = []
     chosen = [block for number, block in residents.items() if bits >> number & 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.policies.simulation import SimulatedEntry
+from lmcache_lab.simulation import SimulatedEntry
 from lmcache_policies.arc import ArcPolicy
 from lmcache_policies.ghosts import Ghosts, fingerprint
 from lmcache_policies.lruk import LrukPolicy

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmcache_core.errors import PluginError
-from lmcache_core.policies.simulation import SimulatedEntry
+from lmcache_lab.simulation import SimulatedEntry
 from lmcache_policies.isolated import IsolatedPolicy
 from lmcache_policies.settings import IsolatedSettings
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,11 +12,11 @@ from hypothesis import strategies as st
 from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.policies import EvictionPolicy
-from lmcache_core.policies.simulation import SimulatedEntry
+from lmcache_lab.simulation import SimulatedEntry
 from lmcache_policies.lfu import LfuPolicy
 
 TENANTS = {"a": {"namespaces": [1], "quota_bytes": 40}, "b": {"namespaces": [2], "quota_bytes": 10}}
-SETTINGS: dict[str, dict[str, Any]] = {"isolated": {"tenants": TENANTS, "inner": "lfu"}}
+SETTINGS: dict[str, dict[str, object]] = {"isolated": {"tenants": TENANTS, "inner": "lfu"}}
 NAMES = ["arc", "fifo", "isolated", "lfu", "lru", "lruk", "mru", "s3fifo"]
 REGISTRY = load_plugins()
 
@@ -43,17 +42,17 @@ class Watched(SimulatedEntry):
         self._holds = value
 
 
-def blocks(number: int, nbytes: int = 1, kind: type[SimulatedEntry] = SimulatedEntry) -> list[Any]:
+def blocks(number: int, nbytes: int = 1, kind: type[SimulatedEntry] = SimulatedEntry) -> list[SimulatedEntry]:
     return [kind(i.to_bytes(32, "big"), nbytes, namespace=1 + i % 3) for i in range(number)]
 
 
-def hold(policy: EvictionPolicy, entries: list[Any]) -> None:
+def hold(policy: EvictionPolicy, entries: list[SimulatedEntry]) -> None:
     for entry in entries:
         entry.holds = 1
     policy.held(entries)
 
 
-def release(policy: EvictionPolicy, entries: list[Any]) -> None:
+def release(policy: EvictionPolicy, entries: list[SimulatedEntry]) -> None:
     for entry in entries:
         entry.holds = 0
     policy.released(entries)
@@ -185,8 +184,8 @@ def test_lfu_keeps_no_level_that_nobody_is_on() -> None:
 SCRIPT = """
 from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.policies.simulation import replay
-from lmcache_core.policies.traces import SyntheticSettings, synthetic_trace
+from lmcache_lab.simulation import replay
+from lmcache_lab.workloads import SyntheticSettings, synthetic_trace
 registry = load_plugins()
 trace = synthetic_trace(SyntheticSettings(sessions=60))
 settings = {"isolated": {"tenants": {"a": {"namespaces": [0], "quota_bytes": 50}}, "inner": "arc"}}

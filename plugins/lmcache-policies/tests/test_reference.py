@@ -9,8 +9,8 @@ import pytest
 
 from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.policies.simulation import replay
-from lmcache_core.policies.traces import Trace, read_trace
+from lmcache_lab.simulation import replay
+from lmcache_lab.workloads import Trace, read_trace
 
 TRACES = Path(__file__).resolve().parents[3].parent / "shared" / "traces"
 EXACT = 0.00005  # four digits

@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import pytest
 import redis
 
-from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext
 from lmcache_redis.adapter import RedisAdapter
 from lmcache_redis.settings import RedisSettings
+from lmcache_testing import Backdoor, L2AdapterContract, StallingProxy
+
+from .conftest import RedisServer
 
 
 class Door(Backdoor):
@@ -43,16 +45,16 @@ class RedisContract(L2AdapterContract):
     tells_last_use = True
     prefix: ClassVar[str] = "lmcache:"
 
-    settings: ClassVar[dict[str, Any]]
+    settings: ClassVar[dict[str, object]]
 
     @pytest.fixture
-    def made(self, server: Any) -> Callable[..., RedisAdapter]:
+    def made(self, server: RedisServer) -> Callable[..., RedisAdapter]:
         return lambda **more: RedisAdapter(
             RedisSettings(**{"port": server.port, **self.settings, **more}), AdapterContext(tier="shared")
         )
 
     @pytest.fixture
-    def proxy(self, server: Any) -> Iterator[StallingProxy]:
+    def proxy(self, server: RedisServer) -> Iterator[StallingProxy]:
         with StallingProxy("127.0.0.1", server.port) as proxy:
             yield proxy
 
@@ -102,7 +104,7 @@ class RedisContract(L2AdapterContract):
         return made
 
     @pytest.fixture
-    def door(self, server: Any) -> Iterator[redis.Redis]:
+    def door(self, server: RedisServer) -> Iterator[redis.Redis]:
         with server.door() as door:
             yield door
 
@@ -143,7 +145,7 @@ class RedisContract(L2AdapterContract):
         return expire
 
     @pytest.fixture
-    def hang(self, server: Any) -> Any:
+    def hang(self, server: RedisServer) -> AbstractContextManager[None]:
         @contextmanager
         def stopped() -> Iterator[None]:
             server.signal(signal.SIGSTOP)
@@ -160,28 +162,28 @@ class RedisContract(L2AdapterContract):
             yield adapter
 
     @pytest.fixture
-    def small_adapter(self, own_server: Any) -> Iterator[RedisAdapter]:
+    def small_adapter(self, own_server: Callable[..., RedisServer]) -> Iterator[RedisAdapter]:
         small = own_server("--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru")
         with RedisAdapter(RedisSettings(port=small.port, **self.settings), AdapterContext(tier="shared")) as adapter:
             yield adapter
 
 
 class TestDirect(RedisContract):
-    settings: ClassVar[dict[str, Any]] = {"transport": "direct"}
+    settings: ClassVar[dict[str, object]] = {"transport": "direct"}
 
 
 class TestPlain(RedisContract):
-    settings: ClassVar[dict[str, Any]] = {"transport": "plain", "protocol": 2}
+    settings: ClassVar[dict[str, object]] = {"transport": "plain", "protocol": 2}
 
 
 class TestUnixSocket(RedisContract):
     """And with a prefix of characters that have a meaning to SCAN."""
 
     prefix = "a*[b]?^\\:"
-    settings: ClassVar[dict[str, Any]] = {"transport": "direct", "protocol": 2, "key_prefix": prefix}
+    settings: ClassVar[dict[str, object]] = {"transport": "direct", "protocol": 2, "key_prefix": prefix}
 
     @pytest.fixture
-    def made(self, server: Any) -> Callable[..., RedisAdapter]:
+    def made(self, server: RedisServer) -> Callable[..., RedisAdapter]:
         def make(**more: Any) -> RedisAdapter:
             where = {} if "port" in more else {"unix_socket": server.path}
             return RedisAdapter(RedisSettings(**where, **self.settings, **more), AdapterContext(tier="shared"))

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import redis
@@ -15,6 +14,8 @@ import lmcache_redis.transport.exchange
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, StoreItem
 from lmcache_redis.adapter import RedisAdapter
+
+from .conftest import RedisServer
 
 Make = Callable[..., RedisAdapter]
 SIZES = [0, 1, 4095, 4096, 4097, 100_000, 1 << 20, (3 << 20) + 17]
@@ -41,7 +42,7 @@ def load(adapter: RedisAdapter, rooms: dict[int, int]) -> list[tuple[Outcome, by
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_both_transports_give_the_same_results(server: Any, tier: Make, protocol: int) -> None:
+def test_both_transports_give_the_same_results(server: RedisServer, tier: Make, protocol: int) -> None:
     contents = {number: os.urandom(size) for number, size in enumerate(SIZES)}
     rooms = {**dict(enumerate(SIZES)), 99: 5000}
     smaller, larger = {5: 50_000, 6: 1 << 20, 98: 10}, {number: size + 100 for number, size in enumerate(SIZES)}
@@ -60,7 +61,7 @@ def test_both_transports_give_the_same_results(server: Any, tier: Make, protocol
     assert [content for _, content in large] == list(contents.values())
 
 
-def test_each_transport_reads_what_the_other_stored(server: Any, tier: Make) -> None:
+def test_each_transport_reads_what_the_other_stored(server: RedisServer, tier: Make) -> None:
     content = os.urandom(300_000)
     direct, plain = (tier(port=server.port, transport=transport) for transport in ("direct", "plain"))
     store(direct, {1: content})
@@ -77,7 +78,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_auto_falls_back_to_plain_calls_with_the_same_results_and_says_so(
-    server: Any, tier: Make, hidden: Callable[[], None], caplog: pytest.LogCaptureFixture
+    server: RedisServer, tier: Make, hidden: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     hidden()
     adapter = tier(port=server.port, transport="auto")
@@ -88,7 +89,9 @@ def test_auto_falls_back_to_plain_calls_with_the_same_results_and_says_so(
     assert [record.getMessage() for record in caplog.records if "hides its sockets" in record.getMessage()] != []
 
 
-def test_without_a_socket_the_deadline_still_holds(own_server: Any, tier: Make, hidden: Callable[[], None]) -> None:
+def test_without_a_socket_the_deadline_still_holds(
+    own_server: Callable[..., RedisServer], tier: Make, hidden: Callable[[], None]
+) -> None:
     server = own_server()
     adapter = tier(port=server.port, transport="auto")
     store(adapter, {1: b"x"})
@@ -102,7 +105,7 @@ def test_without_a_socket_the_deadline_still_holds(own_server: Any, tier: Make, 
 
 
 def test_direct_that_cannot_be_had_is_an_error_that_names_the_cure(
-    server: Any, tier: Make, hidden: Callable[[], None]
+    server: RedisServer, tier: Make, hidden: Callable[[], None]
 ) -> None:
     hidden()
     with pytest.raises(
@@ -111,14 +114,16 @@ def test_direct_that_cannot_be_had_is_an_error_that_names_the_cure(
         store(tier(port=server.port, transport="direct"), {1: b"x"})
 
 
-def test_the_installed_redis_py_lets_payloads_go_directly(server: Any, tier: Make) -> None:
+def test_the_installed_redis_py_lets_payloads_go_directly(server: RedisServer, tier: Make) -> None:
     """The day a new redis-py hides its socket, this says so; until then `auto` means direct."""
     adapter = tier(port=server.port)
     store(adapter, {1: os.urandom(100_000)})
     assert not adapter.client.fell_back
 
 
-def test_a_connection_is_used_again_after_a_full_exchange_and_never_after_a_broken_one(server: Any, tier: Make) -> None:
+def test_a_connection_is_used_again_after_a_full_exchange_and_never_after_a_broken_one(
+    server: RedisServer, tier: Make
+) -> None:
     adapter = tier(port=server.port)
     with server.door() as door:
         store(adapter, {1: bytes(500_000)})

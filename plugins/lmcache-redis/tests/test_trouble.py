@@ -14,10 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from lmcache_core.errors import TierError
+from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Result, StoreItem
 from lmcache_redis.adapter import RedisAdapter
-from lmcache_redis.check import check_tier
 from lmcache_redis.settings import RedisSettings
+
+from .conftest import RedisServer
 
 Make = Callable[..., RedisAdapter]
 SECRET = "s3cret/with@odd:words"
@@ -28,11 +30,16 @@ def soon(seconds: float = 60) -> float:
     return time.monotonic() + seconds
 
 
+def checked(settings: RedisSettings) -> list[Finding]:
+    with RedisAdapter(settings, AdapterContext(tier="shared")) as adapter:
+        return list(adapter.check(soon()))
+
+
 def items(*numbers: int, nbytes: int = 1000) -> list[StoreItem]:
     return [StoreItem(bytes([n]) * 32, [memoryview(os.urandom(nbytes))]) for n in numbers]
 
 
-def test_a_full_server_is_full_and_never_asked_again(own_server: Any, tier: Make) -> None:
+def test_a_full_server_answers_full_and_is_not_retried(own_server: Callable[..., RedisServer], tier: Make) -> None:
     server = own_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     adapter = tier(port=server.port)
     outcomes = adapter.store(items(*range(60), nbytes=100_000), soon())
@@ -48,7 +55,25 @@ def test_a_full_server_is_full_and_never_asked_again(own_server: Any, tier: Make
         assert count == sum(outcome.result is Result.FULL for outcome in outcomes)
 
 
-def test_a_lookup_makes_an_object_recently_used(server: Any, tier: Make) -> None:
+def test_check_tells_of_limits_of_the_server_that_cut_large_objects_off(own_server: Callable[..., RedisServer]) -> None:
+    server = own_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    settings = RedisSettings(port=server.port)
+    assert all(each.ok for each in checked(settings))
+    with server.door() as door:
+        door.config_set("proto-max-bulk-len", 2 << 20)
+        door.config_set("client-output-buffer-limit", "normal 1500000 0 0")
+    told = [each.message for each in checked(settings) if not each.ok]
+    assert len(told) == 2
+    assert "proto-max-bulk-len is 2,097,152 bytes" in told[0]
+    assert "client-output-buffer-limit of normal clients is 1,500,000 bytes" in told[1]
+    with server.door() as door:  # a user without the right to ask: what is not known is no finding
+        rights = "-@all +get +getrange +set +touch +unlink +strlen +scan +dbsize +info +ping +hello +select"
+        door.execute_command("ACL", "SETUSER", "cache", "on", ">pw", "~lmcache:*", "+object|idletime", *rights.split())
+    limited = RedisSettings(port=server.port, username="cache", password="pw")
+    assert all(each.ok for each in checked(limited))
+
+
+def test_a_lookup_makes_an_object_recently_used(server: RedisServer, tier: Make) -> None:
     adapter = tier(port=server.port)
     adapter.store(items(1, 2), soon())
     names = [b"lmcache:" + (bytes([n]) * 32).hex().encode() for n in (1, 2)]
@@ -59,7 +84,7 @@ def test_a_lookup_makes_an_object_recently_used(server: Any, tier: Make) -> None
         assert door.object("idletime", names[0]) < door.object("idletime", names[1])
 
 
-def test_what_was_evicted_between_lookup_and_load_is_a_miss_by_itself(server: Any, tier: Make) -> None:
+def test_what_was_evicted_between_lookup_and_load_is_a_miss_by_itself(server: RedisServer, tier: Make) -> None:
     adapter = tier(port=server.port)
     adapter.store(items(1, 2, 3), soon())
     keys = [bytes([n]) * 32 for n in (1, 2, 3)]
@@ -70,7 +95,7 @@ def test_what_was_evicted_between_lookup_and_load_is_a_miss_by_itself(server: An
     assert [outcome.result for outcome in adapter.load(loads, soon())] == [Result.DONE, Result.MISS, Result.DONE]
 
 
-def test_other_keys_in_the_database_are_none_of_ours(server: Any, tier: Make) -> None:
+def test_other_keys_in_the_database_are_none_of_ours(server: RedisServer, tier: Make) -> None:
     adapter = tier(port=server.port, key_prefix="a[*]?:")
     adapter.store(items(1), soon())
     with server.door() as door:
@@ -91,7 +116,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_a_node_of_a_cluster_asked_as_a_single_server_names_the_mode(own_server: Any, tier: Make) -> None:
+def test_a_node_of_a_cluster_asked_as_a_single_server_names_the_mode(
+    own_server: Callable[..., RedisServer], tier: Make
+) -> None:
     server = own_server("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     with server.door() as door:
         door.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 10)
@@ -102,7 +129,7 @@ def test_a_node_of_a_cluster_asked_as_a_single_server_names_the_mode(own_server:
 
 
 @pytest.fixture
-def guarded(own_server: Any) -> Any:
+def guarded(own_server: Callable[..., RedisServer]) -> RedisServer:
     server = own_server()
     with server.door() as door:
         rights = ["~lmcache:*", "resetchannels", "-@all", "+get", "+set", "+touch", "+unlink", "+ping", "+hello"]
@@ -130,18 +157,22 @@ def told(adapter: RedisAdapter) -> str:
 
 @pytest.mark.parametrize("by", ["fields", "url"])
 @pytest.mark.parametrize("right", [True, False])
-def test_no_secret_is_told(
-    guarded: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], by: str, right: bool
+def test_no_password_appears_in_errors_or_logs(
+    guarded: RedisServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], by: str, right: bool
 ) -> None:
     secret, quoted = (SECRET, QUOTED) if right else (SECRET + "!", QUOTED + "!")
-    fields: dict[str, Any] = {"port": guarded.port, "username": "cache", "password": secret}
+    fields: dict[str, object] = {"port": guarded.port, "username": "cache", "password": secret}
     if by == "url":
         fields = {"url": f"redis://cache:{quoted}@127.0.0.1:{guarded.port}/0"}
     settings = RedisSettings(**fields)
     with caplog.at_level(logging.DEBUG), RedisAdapter(settings, AdapterContext(tier="shared")) as adapter:
         said = told(adapter)
     said += caplog.text + repr(settings) + str(settings) + str(settings.model_dump()) + settings.model_dump_json()
-    said += str(check_tier("shared", settings)) + "".join(capfd.readouterr())
+    try:
+        said += str(checked(settings))
+    except TierError as error:
+        said += str(error)
+    said += "".join(capfd.readouterr())
     assert ("done" in said) is right
     assert right or "set username and password" in said
     assert SECRET not in said
@@ -169,7 +200,7 @@ def test_no_secret_is_told(
     ],
     ids=lambda wrong: "-".join(wrong),
 )
-def test_wrong_settings_are_refused_without_telling_the_secret(wrong: dict[str, Any]) -> None:
+def test_wrong_settings_are_refused_without_telling_the_secret(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError) as refused:
         RedisSettings(**wrong)
     for words in (str(refused.value), repr(refused.value)):
@@ -204,7 +235,7 @@ def test_a_url_and_fields_say_the_same() -> None:
     assert (unix.socket_path, unix.database, unix.credentials) == ("/run/redis.sock", 2, (None, SECRET))
 
 
-def test_rights_that_are_missing_are_named(guarded: Any, tier: Make) -> None:
+def test_rights_that_are_missing_are_named(guarded: RedisServer, tier: Make) -> None:
     with guarded.door() as door:
         door.execute_command("ACL", "SETUSER", "cache", "-get", "-touch")
     adapter = tier(port=guarded.port, username="cache", password=SECRET)
@@ -217,22 +248,25 @@ def test_rights_that_are_missing_are_named(guarded: Any, tier: Make) -> None:
         adapter.exists([bytes([1]) * 32], soon())
 
 
-def test_check_reads_the_memory_policy(own_server: Any) -> None:
+def test_check_reads_the_memory_policy(own_server: Callable[..., RedisServer]) -> None:
     server = own_server()
     settings = RedisSettings(port=server.port)
     with server.door() as door:
-        assert [finding.ok for finding in check_tier("shared", settings)] == [True, False]
+        assert [finding.ok for finding in checked(settings)] == [True, False]
         door.config_set("maxmemory", 100 << 20)
-        finding = check_tier("shared", settings)[1]
+        finding = checked(settings)[1]
         assert not finding.ok
         assert "allkeys-lru" in finding.cure
         door.config_set("maxmemory-policy", "allkeys-lru")
-        assert [finding.ok for finding in check_tier("shared", settings)] == [True, True]
+        assert [finding.ok for finding in checked(settings)] == [True, True]
         assert door.dbsize() == 0
-    assert not check_tier("shared", RedisSettings(port=1))[0].ok
+    with pytest.raises(TierError):
+        checked(RedisSettings(port=1))
 
 
-def test_a_server_that_is_killed_and_back_is_used_again_at_once(own_server: Any, tier: Make) -> None:
+def test_a_server_that_is_killed_and_back_is_used_again_at_once(
+    own_server: Callable[..., RedisServer], tier: Make
+) -> None:
     server = own_server()
     adapter = tier(port=server.port)
     assert adapter.store(items(1), soon())[0].result is Result.DONE
@@ -246,7 +280,7 @@ def test_a_server_that_is_killed_and_back_is_used_again_at_once(own_server: Any,
     assert adapter.store(items(1), soon())[0].result is Result.DONE
 
 
-def test_idle_connections_are_closed_with_the_adapter(server: Any, tier: Make) -> None:
+def test_idle_connections_are_closed_with_the_adapter(server: RedisServer, tier: Make) -> None:
     with server.door() as door:
 
         def connected() -> set[str]:
@@ -263,7 +297,9 @@ def test_idle_connections_are_closed_with_the_adapter(server: Any, tier: Make) -
             assert time.monotonic() < deadline
 
 
-def test_a_connection_in_use_when_the_adapter_closes_is_closed_by_its_user(own_server: Any) -> None:
+def test_a_connection_in_use_when_the_adapter_closes_is_closed_by_its_user(
+    own_server: Callable[..., RedisServer],
+) -> None:
     server = own_server()
     adapter = RedisAdapter(RedisSettings(port=server.port), AdapterContext(tier="shared"))
     assert adapter.store(items(1), soon())[0].result is Result.DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from s3_front import Fault, Seen
@@ -13,10 +12,13 @@ from s3_front import Fault, Seen
 from lmcache_core.errors import TierError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
-from lmcache_core.tiers.contract import Result
+from lmcache_core.tiers.contract import LoadItem, Result, StoreItem
 from lmcache_core.tiers.object.format import HEADER_BYTES, build_header, object_kind, payload_checksum, tier_key
 
-Make = Callable[..., Any]
+from .conftest import Bucket, Tier
+from .s3_front import Front
+
+Make = Callable[..., Tier]
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "plain"])
 
 
@@ -33,7 +35,7 @@ def kernel_object(number: int, nbytes: int, dtype: str = "uint8") -> tuple[bytes
 @TRANSPORTS
 @pytest.mark.parametrize("nbytes", [10_000, 1 << 20], ids=["small", "large"])
 def test_a_second_writer_does_not_upload_what_is_there(
-    bucket: Any, front: Any, tier: Make, transport: str, nbytes: int
+    bucket: Bucket, front: Front, tier: Make, transport: str, nbytes: int
 ) -> None:
     one = tier(bucket.settings(endpoint_url=front.url, transport=transport))
     other = tier(bucket.settings(endpoint_url=front.url, transport=transport))
@@ -47,7 +49,7 @@ def test_a_second_writer_does_not_upload_what_is_there(
     assert other.load(key, HEADER_BYTES, nbytes)[1] == page + payload, "the first one stays"
 
 
-def test_a_damaged_object_that_may_not_be_deleted_is_stored_over(bucket: Any, front: Any, tier: Make) -> None:
+def test_a_damaged_object_that_may_not_be_deleted_is_stored_over(bucket: Bucket, front: Front, tier: Make) -> None:
     def forbid(seen: Seen) -> Fault | None:
         deletes = seen.method == "DELETE" or (seen.method == "POST" and "delete" in seen.path)
         return Fault(status=403, code="AccessDenied") if deletes else None
@@ -59,13 +61,14 @@ def test_a_damaged_object_that_may_not_be_deleted_is_stored_over(bucket: Any, fr
     (outcome,) = here.adapter.set_aside([key], here.deadline)
     assert outcome.result is Result.FAILED
     _, page_again, payload_again = kernel_object(1, 10_000)
-    assert here.store(key, page_again, payload_again).result is Result.DONE
+    item = StoreItem(key, [memoryview(page_again), memoryview(payload_again)], replaces=True)
+    assert here.adapter.store([item], here.deadline)[0].result is Result.DONE
     assert here.load(key, HEADER_BYTES, 10_000)[1] == page_again + payload_again
     assert here.store(key, page, payload).result is Result.DONE
     assert here.load(key, HEADER_BYTES, 10_000)[1] == page_again + payload_again, "sound again, and not sent twice"
 
 
-def test_an_object_of_another_layout_is_replaced(bucket: Any, tier: Make) -> None:
+def test_an_object_of_another_layout_is_replaced(bucket: Bucket, tier: Make) -> None:
     here = tier(bucket.settings())
     for nbytes in (10_000, 1 << 20):
         key, page, payload = kernel_object(nbytes, nbytes)
@@ -75,7 +78,7 @@ def test_an_object_of_another_layout_is_replaced(bucket: Any, tier: Make) -> Non
         assert here.load(key, HEADER_BYTES, nbytes)[1] == other_page + other_payload
 
 
-def test_a_service_without_conditions_is_remembered(bucket: Any, front: Any, tier: Make) -> None:
+def test_a_service_without_conditions_is_remembered(bucket: Bucket, front: Front, tier: Make) -> None:
     def refuse(seen: Seen) -> Fault | None:
         return Fault(status=501, code="NotImplemented") if "if-none-match" in seen.headers else None
 
@@ -88,7 +91,7 @@ def test_a_service_without_conditions_is_remembered(bucket: Any, front: Any, tie
 
 
 @TRANSPORTS
-def test_a_large_object_comes_in_ranges_side_by_side(bucket: Any, front: Any, tier: Make, transport: str) -> None:
+def test_a_large_object_comes_in_ranges_side_by_side(bucket: Bucket, front: Front, tier: Make, transport: str) -> None:
     here = tier(bucket.settings(endpoint_url=front.url, transport=transport, range_bytes=1 << 20))
     payload = os.urandom(5_000_001)
     here.store(b"key", payload)
@@ -102,7 +105,7 @@ def test_a_large_object_comes_in_ranges_side_by_side(bucket: Any, front: Any, ti
     assert here.load(b"absent", 8_000_000)[0].result is Result.MISS
 
 
-def test_throttling_lowers_the_number_of_requests_and_recovers(bucket: Any, front: Any, tier: Make) -> None:
+def test_throttling_lowers_the_number_of_requests_and_recovers(bucket: Bucket, front: Front, tier: Make) -> None:
     here = tier(bucket.settings(endpoint_url=front.url))
     gate = here.adapter.client.gate
     here.store(b"key", b"content")
@@ -122,7 +125,7 @@ def test_throttling_lowers_the_number_of_requests_and_recovers(bucket: Any, fron
 @TRANSPORTS
 @pytest.mark.parametrize("fault", [Fault(keep=0.5), Fault(reset=True)], ids=["truncated", "reset"])
 def test_a_broken_answer_is_a_failure_and_never_an_object(
-    bucket: Any, front: Any, tier: Make, transport: str, fault: Fault
+    bucket: Bucket, front: Front, tier: Make, transport: str, fault: Fault
 ) -> None:
     here = tier(bucket.settings(endpoint_url=front.url, transport=transport))
     here.store(b"key", b"content" * 10_000)
@@ -135,7 +138,9 @@ def test_a_broken_answer_is_a_failure_and_never_an_object(
     assert here.load(b"key", 70_000)[1] == b"content" * 10_000
 
 
-def test_connections_are_kept_and_a_server_that_closed_them_costs_nothing(bucket: Any, front: Any, tier: Make) -> None:
+def test_connections_are_kept_and_a_server_that_closed_them_costs_nothing(
+    bucket: Bucket, front: Front, tier: Make
+) -> None:
     here = tier(bucket.settings(endpoint_url=front.url, transport="direct"))
     here.store(b"key", b"content")
     made = front.connections
@@ -148,7 +153,7 @@ def test_connections_are_kept_and_a_server_that_closed_them_costs_nothing(bucket
 
 
 def test_plain_takes_over_when_the_signer_has_changed(
-    bucket: Any, tier: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: Bucket, tier: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lmcache_s3.transport.direct._Signer.add_auth", lambda self, request: None)
     here = tier(bucket.settings())
@@ -160,7 +165,7 @@ def test_plain_takes_over_when_the_signer_has_changed(
     assert 'transport = "auto"' in strict.store(b"key", b"content").error
 
 
-def test_encryption_and_storage_class_reach_the_service(bucket: Any, tier: Make) -> None:
+def test_encryption_and_storage_class_reach_the_service(bucket: Bucket, tier: Make) -> None:
     for transport in ("direct", "plain"):
         settings = bucket.settings(
             transport=transport, server_side_encryption="AES256", storage_class="STANDARD_IA", prefix=transport
@@ -170,7 +175,7 @@ def test_encryption_and_storage_class_reach_the_service(bucket: Any, tier: Make)
         assert (about["ServerSideEncryption"], about["StorageClass"]) == ("AES256", "STANDARD_IA")
 
 
-def test_an_empty_prefix_and_foreign_objects(bucket: Any, tier: Make) -> None:
+def test_an_empty_prefix_and_foreign_objects(bucket: Bucket, tier: Make) -> None:
     here = tier(bucket.settings(prefix=""))
     bucket.boto.put_object(Bucket=bucket.name, Key="README", Body=b"not ours")
     here.store(b"key", b"content")
@@ -178,7 +183,7 @@ def test_an_empty_prefix_and_foreign_objects(bucket: Any, tier: Make) -> None:
     assert [(entry.key, entry.nbytes) for entry in page.entries] == [(b"key", 7)]
 
 
-def test_a_proxy_is_gone_through(bucket: Any, front: Any, tier: Make) -> None:
+def test_a_proxy_is_gone_through(bucket: Bucket, front: Front, tier: Make) -> None:
     """The front forwards absolute URLs as a proxy does; the endpoint itself is nobody's."""
     settings = bucket.settings(proxy=front.url, transport="direct", endpoint_url="http://nobody.invalid:9")
     here = tier(settings)
@@ -187,7 +192,9 @@ def test_a_proxy_is_gone_through(bucket: Any, front: Any, tier: Make) -> None:
     assert all(seen.path.startswith("http://nobody.invalid:9/") for seen in front.seen)
 
 
-def test_no_secret_is_in_any_word(bucket: Any, closed_port: int, tier: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_secret_is_in_any_word(
+    bucket: Bucket, closed_port: int, tier: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     secret = "a-secret-that-nobody-may-see"
     with caplog.at_level(logging.DEBUG, logger="lmcache_s3"):
         for more in ({}, {"bucket": "not-there-at-all"}, {"endpoint_url": f"http://127.0.0.1:{closed_port}"}):
@@ -199,3 +206,46 @@ def test_no_secret_is_in_any_word(bucket: Any, closed_port: int, tier: Make, cap
                 words = [str(here.store(b"key", b"x")), str(here.load(b"key", 10)[0]), repr(settings), str(settings)]
                 words += [settings.model_dump_json(), repr(here.adapter), repr(vars(here.adapter)), caplog.text]
                 assert not [word for word in words if secret in word]
+
+
+# --- deletes need proof -------------------------------------------------------------------------------------
+def test_an_object_that_another_node_replaced_is_not_set_aside(bucket: Bucket, tier: Make) -> None:
+    here, there = tier(bucket.settings()), tier(bucket.settings(skip_existing=False))
+    key, page, payload = kernel_object(1, 10_000)
+    here.store(key, page, payload)
+    (seen, _) = here.load(key, HEADER_BYTES, 10_000)
+    assert seen.version
+    _, page_again, payload_again = kernel_object(1, 10_000)
+    there.store(key, page_again, payload_again)
+    assert here.adapter.set_aside([key], here.deadline, [seen.version])[0].result is Result.DONE
+    assert here.load(key, HEADER_BYTES, 10_000)[1] == page_again + payload_again
+
+
+def test_a_header_is_read_without_its_object(bucket: Bucket, front: Front, tier: Make) -> None:
+    ranges: list[str] = []
+
+    def note(seen: Seen) -> None:
+        if seen.method == "GET" and seen.headers.get("range"):
+            ranges.append(seen.headers["range"])
+
+    front.rule = note
+    here = tier(bucket.settings(endpoint_url=front.url))
+    key, page, payload = kernel_object(1, 1 << 20)
+    here.store(key, page, payload)
+    into = bytearray(HEADER_BYTES)
+    items = [LoadItem(key, [memoryview(into)]), LoadItem(b"nobody", [memoryview(bytearray(HEADER_BYTES))])]
+    outcomes = here.adapter.load_headers(items, here.deadline)
+    assert [each.result for each in outcomes] == [Result.DONE, Result.MISS]
+    assert bytes(into) == bytes(page)
+    assert set(ranges) == {f"bytes=0-{HEADER_BYTES - 1}"}
+
+
+def test_a_bucket_that_keeps_versions_is_said_to(bucket: Bucket, tier: Make, caplog: pytest.LogCaptureFixture) -> None:
+    bucket.boto.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    here = tier(bucket.settings())
+    for number in range(2):
+        here.store(*kernel_object(number, 100))
+    assert [record.message for record in caplog.records if "lifecycle rule" in record.message][1:] == []
+    assert here.adapter.versioned
+    findings = list(here.adapter.check(here.deadline))
+    assert any(not each.ok and "lifecycle rule" in each.cure for each in findings), findings

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from s3_front import Fault, Front
 
-from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter
 from lmcache_core.tiers.tier.parallel import adapter_context as parallel_context
 from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.names import Names
 from lmcache_s3.settings import S3Settings
+from lmcache_testing import Backdoor, L2AdapterContract, StallingProxy
+
+from .conftest import Bucket
 
 
 class BucketDoor(Backdoor):
-    def __init__(self, bucket: Any) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._names = Names("lmcache")
 
@@ -47,7 +49,7 @@ class S3Contract(L2AdapterContract):
             yield proxy
 
     @pytest.fixture
-    def settings(self, request: pytest.FixtureRequest, bucket: Any, front: Front) -> S3Settings:
+    def settings(self, request: pytest.FixtureRequest, bucket: Bucket, front: Front) -> S3Settings:
         behind = {"stall", "outage"} & set(request.fixturenames)  # tests without trouble need no proxy
         url = f"http://127.0.0.1:{request.getfixturevalue('proxy').port}" if behind else front.url
         made = bucket.settings(transport=self.transport, endpoint_url=url)
@@ -88,11 +90,11 @@ class S3Contract(L2AdapterContract):
         return lambda: S3Adapter(settings, parallel_context("again", 4))
 
     @pytest.fixture
-    def backdoor(self, bucket: Any) -> Backdoor:
+    def backdoor(self, bucket: Bucket) -> Backdoor:
         return BucketDoor(bucket)
 
     @pytest.fixture
-    def litter(self, bucket: Any) -> Callable[[bytes], None]:
+    def litter(self, bucket: Bucket) -> Callable[[bytes], None]:
         """Names that are spelled otherwise than ours, and one of ours under another prefix."""
 
         def litter(key: bytes) -> None:
@@ -112,7 +114,7 @@ class S3Contract(L2AdapterContract):
         return litter
 
     @pytest.fixture
-    def wipe(self, bucket: Any) -> Callable[[], None]:
+    def wipe(self, bucket: Bucket) -> Callable[[], None]:
         def wipe() -> None:
             for name in bucket.names():
                 bucket.boto.delete_object(Bucket=bucket.name, Key=name)
@@ -120,10 +122,10 @@ class S3Contract(L2AdapterContract):
         return wipe
 
     @pytest.fixture
-    def leftovers(self, bucket: Any) -> Callable[[], list[Any]]:
+    def leftovers(self, bucket: Bucket) -> Callable[[], list[object]]:
         """Uploads that nobody ended, and names that are no objects."""
 
-        def leftovers() -> list[Any]:
+        def leftovers() -> list[object]:
             uploads = bucket.boto.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
             names = Names("lmcache")
             return [*uploads, *(name for name in bucket.names() if names.key(name) is None)]
@@ -131,13 +133,13 @@ class S3Contract(L2AdapterContract):
         return leftovers
 
     @pytest.fixture
-    def unreachable(self, bucket: Any, closed_port: int) -> Iterator[L2Adapter]:
+    def unreachable(self, bucket: Bucket, closed_port: int) -> Iterator[L2Adapter]:
         settings = bucket.settings(transport=self.transport, endpoint_url=f"http://127.0.0.1:{closed_port}")
         with S3Adapter(settings, parallel_context("down", 2)) as adapter:
             yield adapter
 
     @pytest.fixture
-    def hang(self, front: Any, settings: S3Settings) -> Any:
+    def hang(self, front: Front, settings: S3Settings) -> AbstractContextManager[None]:
         return front.hanging()
 
 

@@ -15,7 +15,10 @@ from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, ScanEntry, StoreItem
 from lmcache_s3.settings import S3Settings
 
-Make = Callable[..., Any]
+from .conftest import Bucket, Tier
+from .s3_front import Front
+
+Make = Callable[..., Tier]
 Serve = Callable[[Callable[[Talk], None]], Scripted]
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "plain"])
 ABSENT = b"<Error><Code>NoSuchKey</Code></Error>"
@@ -53,13 +56,30 @@ def content_of(key: bytes) -> bytes:
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("page", [b"<html>please log in</html>", b""])
+def test_a_login_page_has_stored_nothing_and_finds_nothing(
+    serve: Serve, tier: Make, transport: str, page: bytes
+) -> None:
+    def script(talk: Talk) -> None:
+        while request := talk.request():
+            talk.send(answer(200, b"" if request.method == "HEAD" else page, "Content-Type: text/html"))
+
+    here = tier(settings(serve(script), transport=transport))
+    stored = here.store(b"a", b"content")
+    assert (stored.result, stored.retryable) == (Result.FAILED, True)
+    assert "without an ETag" in stored.error
+    with pytest.raises(TierError, match="without an ETag"):
+        here.adapter.exists([b"a"], time.monotonic() + 60)
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("status", [100, 102, 103])
 def test_interim_answers_are_skipped(serve: Serve, tier: Make, transport: str, status: int) -> None:
     def script(talk: Talk) -> None:
         while request := talk.request():
             talk.send(answer(status, b"", "Link: </style.css>", length=False) * 3)
             if request.method == "PUT":
-                talk.send(answer(200))
+                talk.send(answer(200, b"", 'ETag: "1"'))
             else:
                 talk.send(answer(200, content(request)))
 
@@ -226,7 +246,7 @@ def test_a_service_that_trickles_is_left_by_the_deadline(
 
     here = tier(settings(serve(script), transport=transport))
     soon = time.monotonic() + 0.5
-    batches: dict[str, Callable[[], Any]] = {
+    batches: dict[str, Callable[[], object]] = {
         "load": lambda: here.adapter.load([LoadItem(b"a", [memoryview(bytearray(5000))])], soon),
         "store": lambda: here.adapter.store([StoreItem(b"a", [memoryview(bytes(500))])], soon),
         "delete": lambda: here.adapter.delete([b"a"], soon),
@@ -241,7 +261,7 @@ def test_a_service_that_trickles_is_left_by_the_deadline(
         assert ends(lambda: _failed(lambda: here.adapter.scan(None, soon)))
 
 
-def _failed(call: Callable[[], Any]) -> bool:
+def _failed(call: Callable[[], object]) -> bool:
     try:
         call()
     except TierError as error:
@@ -269,7 +289,7 @@ def test_a_host_of_silent_addresses_is_left_by_the_deadline(
 
 
 @TRANSPORTS
-def test_a_lookup_that_is_throttled_costs_one_request(bucket: Any, front: Any, tier: Make, transport: str) -> None:
+def test_a_lookup_that_is_throttled_costs_one_request(bucket: Bucket, front: Front, tier: Make, transport: str) -> None:
     here = tier(bucket.settings(endpoint_url=front.url, transport=transport))
     here.store(b"key", b"content")
     for status, code in ((503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests")):
@@ -349,7 +369,7 @@ def test_a_scan_pages_by_the_services_token_over_empty_pages(serve: Serve, tier:
     assert not any("start-after" in query for query in asked), "a directory bucket knows none"
 
 
-def _plain_if_directory(bucket_name: str) -> dict[str, Any]:
+def _plain_if_directory(bucket_name: str) -> dict[str, object]:
     """Directory buckets have sessions of their own, which are boto3's affair."""
     return {"transport": "plain"} if bucket_name.endswith("--x-s3") else {}
 
@@ -406,7 +426,7 @@ def test_a_token_that_has_become_too_old_is_replaced_by_the_last_name(serve: Ser
 
 
 @pytest.mark.parametrize("text", ["", "1", "lmcache/61", '{"token": 1', '{"place": "a"}', "[]"])
-def test_a_cursor_that_is_none_of_ours_is_refused_in_words(serve: Serve, tier: Make, text: str) -> None:
+def test_a_foreign_cursor_is_refused_with_a_message(serve: Serve, tier: Make, text: str) -> None:
     here = tier(settings(serve(lambda talk: None)))
     with pytest.raises(TierError, match="not a cursor"):
         here.adapter.scan(text, here.deadline)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from lmcache_s3.check import check_tier
+from lmcache_core.errors import TierError
+from lmcache_core.plugins.components import Finding
+from lmcache_core.tiers.contract import AdapterContext
+from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.settings import S3Settings
+
+from .conftest import Bucket
 
 
 def test_the_entry_point_names_the_plugin_and_loads_nothing_heavy() -> None:
@@ -32,6 +38,10 @@ def test_the_entry_point_names_the_plugin_and_loads_nothing_heavy() -> None:
         ({"prefix": "a b"}, "prefix"),
         ({"endpoint_url": "localhost:9000"}, "http://HOST"),
         ({"endpoint_url": "http://me:secret@host"}, "password"),
+        ({"endpoint_url": "http://[::1:9000"}, "http://HOST"),
+        ({"endpoint_url": "http://localhost:99999"}, "http://HOST"),
+        ({"bucket": "kept", "endpoint_url": "https://kept.s3.eu-west-1.amazonaws.com"}, "as https://s3.eu-west-1"),
+        ({"bucket": "kept", "endpoint_url": "http://[::1]:9000/kept/"}, "contains the bucket's name"),
         ({"access_key_id": "AK"}, "both, or neither"),
         ({"kms_key_id": "k"}, "server_side_encryption"),
         ({"profile": "p", "access_key_id": "a", "secret_access_key": "b"}, "not both"),
@@ -42,8 +52,12 @@ def test_settings_refuse_what_cannot_be_meant(given: dict[str, Any], words: str)
         S3Settings(**{"bucket": "bucket", **given})
 
 
-def test_check_says_what_is_well_and_what_to_do(bucket: Any, closed_port: int) -> None:
-    good = check_tier("cold", bucket.settings())
+def test_check_says_what_is_well_and_what_to_do(bucket: Bucket, closed_port: int) -> None:
+    def checked(settings: S3Settings) -> list[Finding]:
+        with S3Adapter(settings, AdapterContext(tier="cold")) as adapter:
+            return list(adapter.check(time.monotonic() + 60))
+
+    good = checked(bucket.settings())
     assert all(finding.ok for finding in good), good
     assert any("stored, loaded and deleted" in finding.message for finding in good)
     assert bucket.names() == [], "the probe is deleted again"
@@ -51,6 +65,6 @@ def test_check_says_what_is_well_and_what_to_do(bucket: Any, closed_port: int) -
         bucket.settings(bucket="not-there-at-all"),
         bucket.settings(endpoint_url=f"http://127.0.0.1:{closed_port}"),
     ):
-        bad = [finding for finding in check_tier("cold", settings) if not finding.ok]
-        assert bad
-        assert bad[0].cure
+        with pytest.raises(TierError) as raised:
+            checked(settings)
+        assert raised.value.cure

@@ -14,6 +14,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.textfiles import text_of
 from lmcache_crypto.settings import AesGcmSettings
 
 KEY_BYTES = 32
@@ -82,7 +83,10 @@ def _text_of(path: Path) -> str:
         raise SettingsError(f"serde aesgcm: key_file {path} cannot be read: {error.strerror}") from error
     if len(data) > KEY_FILE_BYTES_MAX:
         raise SettingsError(f"serde aesgcm: key_file {path} is over {KEY_FILE_BYTES_MAX:,} bytes: it is not a key file")
-    return data.decode("utf-8", errors="replace")
+    try:
+        return text_of(data, path)
+    except ValueError as error:
+        raise SettingsError(f"serde aesgcm: key_file {error}") from None
 
 
 def _decoded(word: str, where: str) -> bytes:

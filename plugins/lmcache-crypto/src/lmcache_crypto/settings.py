@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from lmcache_core.settings.paths import OptionalPath
 
 
 class AesGcmSettings(BaseModel):
@@ -14,7 +15,7 @@ class AesGcmSettings(BaseModel):
     # A mistyped value may be half a key: errors do not repeat it.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    key_file: Path | None = Field(
+    key_file: OptionalPath = Field(
         default=None, description="File with one key a line, the current one first; # starts a comment."
     )
     key_env: str | None = Field(

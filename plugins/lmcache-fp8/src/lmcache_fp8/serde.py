@@ -62,7 +62,6 @@ class Fp8Serde(Serde):
     def _grouping(self, layout: Layout) -> Grouping:
         if layout.dtype not in DTYPES:
             raise UsageError(
-                f"fp8 cannot encode {layout}: it takes {', '.join(DTYPES)}; put it first in the serde chain, "
-                "and leave it out for objects of other types"
+                f"fp8 takes {', '.join(DTYPES)}, as the first serde of a chain, and cannot encode {layout}"
             )
         return grouping_of(layout, self._group_tokens)

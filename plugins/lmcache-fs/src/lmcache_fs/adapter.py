@@ -1,7 +1,7 @@
 """The disk tier: one file for each object."""
 
 # Names are strings here: making a Path of each costs more than the call that uses it.
-# ruff: noqa: PTH103, PTH104, PTH108, PTH112, PTH116, PTH208
+# ruff: noqa: PTH103, PTH104, PTH106, PTH108, PTH112, PTH208
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
-from lmcache_core.errors import TierError
+from lmcache_core.plugins.components import Finding
+from lmcache_core.tiers.blocking import BlockingAdapter
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
-    L2Adapter,
     LoadItem,
     Outcome,
     Result,
@@ -27,22 +27,31 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_fs.client import TRAILER, NotWholeError, make_folder, read_object, sync_folder, write_object
-from lmcache_fs.errors import Errors
+from lmcache_fs.check import folder_beside, room_at, surprises, unmounted
+from lmcache_fs.client import (
+    TRAILER,
+    NotAFileError,
+    NotWholeError,
+    make_folder,
+    open_file,
+    read_object,
+    sync_folder,
+    write_object,
+)
+from lmcache_fs.errors import Errors, inodes_are_scarce
 from lmcache_fs.settings import FsSettings
 from lmcache_fs.transport.lead import Lead
 from lmcache_fs.transport.mode import WriteMode
 from lmcache_fs.transport.paths import Paths, key_of
+from lmcache_fs.transport.place import Place
 from lmcache_fs.transport.temporary import TemporaryFolder, sweep
 
 _SCAN_PAGE_ENTRIES = 1000
-_LATE = Outcome(Result.FAILED, error="not started by its deadline", retryable=True)
+_UNREAD_SHARDS_MAX = 8  # bad folders one after the other, before the medium counts as broken
 _DONE = Outcome(Result.DONE)
 
-Item = TypeVar("Item")
 
-
-class FsAdapter(L2Adapter):
+class FsAdapter(BlockingAdapter):
     """Files under `settings.path`. Thread-safe; several adapters, in several processes, may share a directory.
 
     A file is written under a temporary name and renamed: readers see it whole or not at all. A load sets the file's
@@ -51,64 +60,63 @@ class FsAdapter(L2Adapter):
     """
 
     # Small batches: a checksum just before the write, or just after the read, finds the bytes in the CPU's cache.
-    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True, batch_bytes_max=2 << 20)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True, shared=True, private=True, batch_bytes_max=2 << 20
+    )
+    errors = (OSError,)
 
     def __init__(self, settings: FsSettings, context: AdapterContext) -> None:
         self._settings = settings
-        self._tier = context.tier
         self._recount = context.recount
         self._paths = Paths(settings.path)
         self._errors = Errors(context.tier, self._paths.root, settings)
         self.temporary = TemporaryFolder(self._paths.temporary)
         self._mode = WriteMode()
         self._lead = Lead(str(self._paths.root))
+        mount_point = None if settings.mount_point is None else str(settings.mount_point)
+        self._place = Place(str(self._paths.root), mount_point, context.tier, context.recount.ask)
+        self._inodes_scarce = False
         self._making = threading.Lock()
         self._made = False
-        self._closed = False
+        super().__init__(context, self._lead, self.temporary)
 
     # --- contract -----------------------------------------------------------------------------------------
-    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
-        return [self._one(self._store_one, item, deadline, "store") for item in items]
-
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        self._check_open()
-        return [self._is_there(key) for key in keys]
+        self.check_open()
+        unclear: list[OSError] = []
+        found = [self._is_there(key, unclear) for key in keys]
+        if unclear and len(keys) > 1 and len(unclear) == len(keys):
+            raise self._errors.tier_error("lookup", unclear[0]) from unclear[0]
+        return found
 
-    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
-        return [self._one(self._load_one, item, deadline, "load") for item in items]
-
-    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
-        return [self._one(self._delete_one, key, deadline, "delete") for key in keys]
-
-    def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
-        return [self._one(self._set_aside_one, key, deadline, "set aside") for key in keys]
+    def set_aside(self, keys: Sequence[bytes], deadline: float, versions: Sequence[str] = ()) -> Sequence[Outcome]:
+        pairs = list(zip(keys, versions or [""] * len(keys), strict=True))
+        return self.each("set aside", self._set_aside_one, pairs, deadline)
 
     def usage(self) -> Usage:
-        """Only the free bytes: counting files would mean walking them."""
-        self._check_open()
+        """Only the free bytes: counting files would mean walking them. Before the directory is made, those of the
+        folder that it will be in."""
+        self.check_open()
         try:
-            room = os.statvfs(self._paths.root)
+            return Usage(None, None, room_at(self._settings.path).bytes_free)
         except OSError:
             return Usage(None, None)
-        return Usage(None, None, room.f_bavail * room.f_frsize)
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         """Shard by shard; the cursor is the last shard that was walked. Raises `TierError` if there is no directory and
         none can be created: otherwise the tier would count as empty until the next scan."""
-        self._check_open()
+        self.check_open()
         try:
             shards = self._shards()
         except OSError as error:
             raise self._errors.tier_error("scan", error) from error
         entries: list[ScanEntry] = []
-        for shard in shards:
-            if cursor is not None and shard <= cursor:
-                continue
-            entries += self._walk(f"{self._paths.objects}/{shard}")
+        self._place.mark()
+        unread: list[OSError] = []
+        for walked, shard in enumerate(each for each in shards if cursor is None or each > cursor):
+            entries += self._walk(f"{self._paths.objects}/{shard}", unread)
+            if unread and len(unread) > walked and walked >= _UNREAD_SHARDS_MAX:  # not one could be read
+                raise self._errors.tier_error("scan", unread[0]) from unread[0]
             cursor = shard
             if len(entries) >= _SCAN_PAGE_ENTRIES or time.monotonic() >= deadline:
                 return ScanPage(entries, cursor)
@@ -119,17 +127,20 @@ class FsAdapter(L2Adapter):
 
     def try_to_lead(self) -> bool:
         """Lock a file in the directory."""
-        self._check_open()
+        self.check_open()
         return self._lead.take()
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._lead.close()
-            self.temporary.close()
+    def check(self, deadline: float) -> Iterator[Finding]:
+        """Of a tier in a folder beside."""
+        if waits := list(unmounted(self._tier, self._settings)):
+            yield from waits
+            return
+        with folder_beside(self._settings) as beside, FsAdapter(beside, self._context) as adapter:
+            yield from BlockingAdapter.check(adapter, deadline)
+        yield from surprises(self._tier, self._settings)
 
     # --- one object ---------------------------------------------------------------------------------------
-    def _store_one(self, item: StoreItem) -> Outcome:
+    def store_one(self, item: StoreItem, deadline: float) -> Outcome:
         self._make_folders()
         try:
             return self._publish(item)
@@ -158,7 +169,7 @@ class FsAdapter(L2Adapter):
             try:
                 sync_folder(self._paths.shard(item.key))
             except OSError as error:  # whatever the error, even FULL: the object may not survive a power cut
-                return Outcome(Result.FAILED, error=self._errors.text("store", error), retryable=True)
+                return self._errors.of(Result.FAILED, "store", error, retryable=True)
         return Outcome(Result.DONE, item.nbytes)
 
     def _write(self, path: str, item: StoreItem) -> None:
@@ -174,41 +185,70 @@ class FsAdapter(L2Adapter):
                 os.unlink(path)
             write_object(path, item.buffers, direct=False, sync=sync)
 
-    def _load_one(self, item: LoadItem) -> Outcome:
+    def load_one(self, item: LoadItem, deadline: float) -> Outcome:
         direct = self._settings.io_mode == "direct"
         path = self._paths.object(item.key)
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
         try:
-            about = os.fstat(handle)
+            handle, about = open_file(path)
+        except FileNotFoundError:
+            raise
+        except NotAFileError as error:
+            return Outcome(Result.DAMAGED, error=f"file {path} is damaged: {error}")
+        except OSError as error:
+            return self._unreadable(error)
+        version = _version(about)
+        try:
             nbytes = read_object(handle, about.st_size, item.buffers, direct=direct)
             # The order of use, for the next scan. A directory that is read-only to us keeps its old one.
             with contextlib.suppress(OSError):
                 os.utime(handle, ns=(time.time_ns(), about.st_mtime_ns))
         except NotWholeError as error:
-            self._keep_damaged(path, item.key)
-            return Outcome(Result.DAMAGED, error=f"file {path} is damaged: {error}")
+            return Outcome(Result.DAMAGED, error=f"file {path} is damaged: {error}", version=version)
+        except OSError as error:
+            return self._unreadable(error, version)
         finally:
             os.close(handle)
-        return Outcome(Result.DONE, nbytes)
+        return Outcome(Result.DONE, nbytes, version=version)
 
-    def _delete_one(self, key: bytes) -> Outcome:
-        os.unlink(self._paths.object(key))
+    def _unreadable(self, error: OSError, version: str = "") -> Outcome:
+        """Of one file. The others may be well: if they are not, the server sees that all look damaged."""
+        if not self._errors.of_the_file(error):
+            raise error
+        return self._errors.of(Result.DAMAGED, "load", error, retryable=False)._replace(version=version)
+
+    def delete_one(self, key: bytes, deadline: float) -> Outcome:
+        path = self._paths.object(key)
+        if not _is_file(os.lstat(path)):
+            return _DONE  # no object is there, and what is there is not ours
+        os.unlink(path)
+        if self._inodes_scarce:
+            with contextlib.suppress(OSError):  # others are in it
+                os.rmdir(self._paths.shard(key))
         return _DONE
 
-    def _set_aside_one(self, key: bytes) -> Outcome:
-        error = self._keep_damaged(self._paths.object(key), key)
+    def _set_aside_one(self, pair: tuple[bytes, str], deadline: float) -> Outcome:
+        key, version = pair
+        path = self._paths.object(key)
+        about = os.lstat(path)
+        if not _is_file(about) or (version and _version(about) != version):
+            return _DONE  # somebody has replaced it
+        error = self._keep_damaged(path, key)
         if error is not None:
             raise error  # it is still there, and takes its space
         return _DONE
 
-    def _is_there(self, key: bytes) -> bool:
+    def _is_there(self, key: bytes, unclear: list[OSError]) -> bool:
+        """A file that cannot be looked at is there: a load will say what is wrong with it."""
         try:
-            about = os.stat(self._paths.object(key))
+            about = os.lstat(self._paths.object(key))
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._errors.tier_error("lookup", error) from error
-        return stat.S_ISREG(about.st_mode) and about.st_size >= TRAILER.size
+            if not self._errors.of_the_file(error):
+                raise self._errors.tier_error("lookup", error) from error
+            unclear.append(error)
+            return True
+        return _is_file(about) and about.st_size >= TRAILER.size
 
     def _keep_damaged(self, path: str, key: bytes) -> OSError | None:
         """Move a file to the damaged ones; delete it if there are too many, or if moving fails. Returns why the file is
@@ -229,18 +269,25 @@ class FsAdapter(L2Adapter):
         return None
 
     # --- all of them --------------------------------------------------------------------------------------
-    def _one(self, method: Callable[[Item], Outcome], item: Item, deadline: float, what: str) -> Outcome:
-        """The outcome of one item: an error of the operating system is a value, never an exception."""
-        if time.monotonic() >= deadline:
-            return _LATE
-        try:
-            return method(item)
-        except FileNotFoundError as error:
-            if what == "store":
-                return Outcome(Result.FAILED, error=self._errors.text(what, error), retryable=True)
-            return _DONE if what in ("delete", "set aside") else Outcome(Result.MISS)
-        except OSError as error:
-            return self._errors.outcome(what, error)
+    def refused(self, what: str, error: Exception) -> Outcome:
+        assert isinstance(error, OSError)
+        if isinstance(error, FileNotFoundError) and what != "store":
+            return Outcome(Result.MISS) if what == "load" else _DONE
+        if isinstance(error, FileNotFoundError):
+            return self._errors.of(Result.FAILED, what, error, retryable=True)
+        if what == "store" and error.errno == errno.ENOSPC:
+            self._note_inodes()
+        return self._errors.outcome(what, error)
+
+    def _note_inodes(self) -> None:
+        """The medium is full. If it lacks inodes, folders without objects are removed, now and after each delete."""
+        scarce = inodes_are_scarce(str(self._paths.root))
+        if scarce and not self._inodes_scarce:
+            with contextlib.suppress(OSError):
+                for shard in os.listdir(self._paths.objects):
+                    with contextlib.suppress(OSError):  # there are objects in it
+                        os.rmdir(f"{self._paths.objects}/{shard}")
+        self._inodes_scarce = scarce
 
     def _make_folders(self) -> None:
         if self._made:
@@ -249,6 +296,7 @@ class FsAdapter(L2Adapter):
             if not self._made:
                 for folder in (str(self._paths.root), self._paths.objects, str(self._paths.temporary)):
                     make_folder(folder, sync=self._settings.fsync)
+                self._place.mark()
                 sweep(self._paths.temporary)
                 self.temporary.open()
                 self._made = True
@@ -266,7 +314,9 @@ class FsAdapter(L2Adapter):
             make_folder(str(self._paths.root), sync=self._settings.fsync)
             return []
 
-    def _walk(self, folder: str) -> list[ScanEntry]:
+    def _walk(self, folder: str, unread: list[OSError]) -> list[ScanEntry]:
+        """What is in a shard. One that cannot be read, or a file in it, is left out: its objects are missed, and stored
+        again."""
         entries: list[ScanEntry] = []
         try:
             with os.scandir(folder) as files:
@@ -279,7 +329,11 @@ class FsAdapter(L2Adapter):
                         about = file.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # deleted since it was listed
-                    if not stat.S_ISREG(about.st_mode):
+                    except OSError as error:
+                        if not self._errors.of_the_file(error):
+                            raise
+                        continue
+                    if not _is_file(about):
                         continue
                     used_at_s = max(about.st_atime, about.st_mtime)
                     entries.append(ScanEntry(key, max(0, about.st_size - TRAILER.size), used_at_s))
@@ -287,10 +341,26 @@ class FsAdapter(L2Adapter):
             pass  # deleted since it was listed
         except OSError as error:
             stray = isinstance(error, NotADirectoryError) and os.path.isdir(self._paths.objects)
-            if not stray:  # a file among the shards is not ours; one in place of their folder: they are gone
+            if not stray and not self._errors.of_the_file(error):
+                # a file among the shards is not ours; one in place of their folder: they are gone
                 raise self._errors.tier_error("scan", error) from error
+            if not stray:
+                unread.append(error)
         return entries
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+    def check_open(self) -> None:
+        """Raises `TierError` as well where the disk is not mounted, or another one is."""
+        super().check_open()
+        try:
+            self._place.check()
+        except OSError as error:
+            raise self._errors.tier_error("look at its directory", error) from error
+
+
+def _is_file(about: os.stat_result) -> bool:
+    """Whether it can be ours: we make regular files only."""
+    return stat.S_ISREG(about.st_mode)
+
+
+def _version(about: os.stat_result) -> str:
+    return f"{about.st_ino}-{about.st_size}-{about.st_mtime_ns}"

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Sequence
 
@@ -23,6 +24,47 @@ _BOUNCE_BYTES = 1 << 20  # for buffers that O_DIRECT does not take as they are
 
 class NotWholeError(Exception):
     """The file is not what was published; the message says how."""
+
+
+class NotAFileError(NotWholeError):
+    """Something else has the name, and it is not ours: we make regular files only."""
+
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a character device",
+}
+
+
+def open_file(path: str, flags: int = os.O_RDONLY) -> tuple[int, os.stat_result]:
+    """Open a file of ours, and look at it. Never waits for the other end of a FIFO or for a device. Raises
+    `NotAFileError` for anything but a regular file, and `OSError`."""
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+    try:
+        handle = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link, a socket, a directory to write to
+            raise
+        kind = stat.S_IFMT(os.stat(path, follow_symlinks=False).st_mode)  # noqa: PTH116  # a name like all others
+        if kind == stat.S_IFREG:  # it is one by now, or a folder on the way is a loop of links
+            raise
+        raise _not_a_file(kind) from error
+    try:
+        about = os.fstat(handle)  # of a file that another node has removed, NFS answers ESTALE
+        if not stat.S_ISREG(about.st_mode):
+            raise _not_a_file(stat.S_IFMT(about.st_mode))
+    except (OSError, NotAFileError):
+        os.close(handle)
+        raise
+    return handle, about
+
+
+def _not_a_file(kind: int) -> NotAFileError:
+    return NotAFileError(f"it is {_KINDS.get(kind, 'something unknown')}, where a file is expected")
 
 
 def make_folder(path: str, *, sync: bool) -> None:
@@ -81,7 +123,7 @@ def write_object(path: str, buffers: Sequence[memoryview], *, direct: bool, sync
 def read_object(handle: int, file_bytes: int, buffers: Sequence[memoryview], *, direct: bool) -> int:
     """Fill `buffers` from a file of `file_bytes`; the object's size. Raises `NotWholeError`, or `OSError`.
 
-    With `direct` the handle was opened with O_DIRECT.
+    With `direct`, past the page cache. Raises EINVAL if the medium does not allow it.
     """
     nbytes = file_bytes - TRAILER.size
     if nbytes < 0:
@@ -93,6 +135,7 @@ def read_object(handle: int, file_bytes: int, buffers: Sequence[memoryview], *, 
     end = bytearray(TRAILER.size)
     at = 0
     if direct:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
         aligned, parts = split_aligned(parts)
         at = _read_direct(handle, aligned)
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)

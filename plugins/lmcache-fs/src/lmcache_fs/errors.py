@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_fs.settings import FsSettings
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SCARCE_FRACTION = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_PERMANENT = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR)
+_PERMANENT = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR, errno.EFBIG)
+# The machine's or the process's trouble. Any other error of a read is about what is read: file systems and drivers have
+# many numbers for a bad sector (EIO, EUCLEAN, EBADMSG, EREMOTEIO, ENODATA, …).
+_NOT_THE_FILE = (
+    *_FORBIDDEN, errno.EINVAL, errno.ENOTDIR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
+    errno.ENODEV, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESTALE,
+)  # fmt: skip
+
+
+def inodes_are_scarce(root: str) -> bool:
+    """Whether the file system runs out of inodes. One that does not count them says 0 of 0."""
+    try:
+        room = os.statvfs(root)
+    except OSError:
+        return False
+    return room.f_files > 0 and room.f_favail <= _SCARCE_FRACTION * room.f_files
 
 
 class Errors:
@@ -24,21 +41,38 @@ class Errors:
     def outcome(self, what: str, error: OSError) -> Outcome:
         """Of one object."""
         if error.errno in _FULL:
-            return Outcome(Result.FULL, error=self.text(what, error))
-        return Outcome(Result.FAILED, error=self.text(what, error), retryable=error.errno not in _PERMANENT)
+            return self.of(Result.FULL, what, error, retryable=False)
+        return self.of(Result.FAILED, what, error, retryable=error.errno not in _PERMANENT)
+
+    def of(self, result: Result, what: str, error: OSError, *, retryable: bool) -> Outcome:
+        """Of one object, where what it means is known."""
+        return Outcome.of(self._explained(what, error, retryable=retryable), result)
+
+    def of_the_file(self, error: OSError) -> bool:
+        """Whether a read failed because of what is read: one bad object, and not a bad medium."""
+        return error.errno not in _NOT_THE_FILE
 
     def tier_error(self, what: str, error: OSError) -> TierError:
         """Of a whole call."""
-        return TierError(self.text(what, error), retryable=error.errno not in _FORBIDDEN)
+        return self._explained(what, error, retryable=error.errno not in _FORBIDDEN)
 
-    def text(self, what: str, error: OSError) -> str:
-        """What happened, to which file, and after the last colon what to do."""
-        if error.errno in _FORBIDDEN:
+    def _explained(self, what: str, error: OSError, *, retryable: bool) -> TierError:
+        """What happened, to which file, and what to do."""
+        if error.errno == errno.EROFS:
+            cure = "mount it writable; if the kernel has made it read-only, its log says which errors the disk had"
+        elif error.errno in _FORBIDDEN:
             cure = f"give the server's user the right to read and write {self._root}"
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
             cure = f'the medium does not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
+        elif error.errno == errno.EDQUOT:
+            cure = f"the user's quota is used up: raise it, or lower l2.{self._tier}.capacity_bytes"
+        elif error.errno == errno.EFBIG:
+            cure = "the object is larger than a file may be here: raise the limit (ulimit -f), or store smaller chunks"
+        elif error.errno in _FULL and inodes_are_scarce(str(self._root)):
+            cure = "the file system has no inodes left: give it more, or store larger chunks"
         elif error.errno in _FULL:
             cure = f"free some space on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:
             cure = f"check the disk under {self._root}"
-        return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"
+        message = f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'})"
+        return TierError(message, cure=cure, retryable=retryable)

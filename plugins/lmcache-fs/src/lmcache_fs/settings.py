@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_core.settings.paths import AbsolutePath
 
 
 class FsSettings(BaseModel):
@@ -13,9 +14,15 @@ class FsSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path = Field(
+    path: AbsolutePath = Field(
         examples=["/var/cache/lmcache-core"],
         description="The directory. Created if it is missing; several servers may share one.",
+    )
+    mount_point: AbsolutePath | None = Field(
+        default=None,
+        examples=["/mnt/nvme"],
+        description="Where the disk of PATH is mounted. While nothing is mounted there, the tier is not used: "
+        "otherwise a server that starts before its disk is mounted fills the disk below.",
     )
     fsync: bool = Field(
         default=False,
@@ -31,13 +38,3 @@ class FsSettings(BaseModel):
     damaged_files_max: int = Field(
         default=64, ge=0, description="Damaged files kept for inspection in PATH/damaged; beyond it they are deleted."
     )
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        expanded = value.expanduser()
-        if not expanded.is_absolute():
-            raise ValueError(
-                f"path {str(value)!r} is relative: make it absolute, as the next server may start elsewhere"
-            )
-        return expanded

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import uvicorn
 from pydantic import ValidationError
 
+from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.trust import SERVER_UID_VARIABLE
 from lmcache_http.app import make_app
+from lmcache_http.events import EventStreams
 from lmcache_http.guard import Guard
 from lmcache_http.node import Node
 from lmcache_http.patience import PatientLoop, PatientProtocol
@@ -30,23 +34,40 @@ def main() -> None:
     directory, uid = os.environ.get("LMCACHE_CORE_RUNTIME_DIR"), os.environ.get(SERVER_UID_VARIABLE)
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     node = Node(name, Path(directory) if directory else None, int(uid) if uid else None)
-    server = uvicorn.Server(uvicorn.Config(make_app(node, settings, guard), **where_from(settings)))
+    streams = EventStreams(node.server_uid)
+    server = _Server(uvicorn.Config(make_app(node, settings, guard, streams), **where_from(settings)), streams)
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     try:
-        with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        # uvicorn exits where it cannot listen; the last line says which setting that is.
+        with contextlib.suppress(SystemExit), asyncio.Runner(loop_factory=PatientLoop) as runner:
             runner.run(server.serve())
     finally:
         node.close()
         if settings.unix_socket is not None:
             settings.unix_socket.unlink(missing_ok=True)
     if not server.started:
-        sys.exit(f"lmcache-http: it cannot listen at {settings.unix_socket or f'{settings.host}:{settings.port}'}")
+        at, setting = HostPort(settings.host, settings.port), "http.host or http.port"
+        where, setting = (at, setting) if settings.unix_socket is None else (settings.unix_socket, "http.unix_socket")
+        sys.exit(f"lmcache-http: it cannot listen at {where}: set {setting} to a free one")
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of events as it ends: it waits for answers, and these have no end of their own."""
+
+    def __init__(self, config: uvicorn.Config, streams: EventStreams) -> None:
+        super().__init__(config)
+        self._streams = streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As in any server."""
+        self._streams.end()
+        await super().shutdown(sockets)
 
 
 def where_from(settings: HttpSettings) -> dict[str, Any]:
     where: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-    where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256, "backlog": 128, "http": PatientProtocol}
+    where |= {"timeout_graceful_shutdown": 2, "backlog": 128, "http": PatientProtocol}
     if settings.unix_socket is not None:
         where["uds"] = str(settings.unix_socket)
     else:

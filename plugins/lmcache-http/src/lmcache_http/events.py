@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from lmcache_core.client.event_stream import connect_events
+from lmcache_core.client import connect_events
 from lmcache_core.observe.stream import PACKET_BYTES_MAX
 from lmcache_http.guard import RefusedError
 
@@ -38,6 +38,11 @@ class EventStreams:
             raise RefusedError(404, "this server streams no events: give it a table [subscribers.stream]")
         self._open.add(sock)
         return self._passed_on(sock)
+
+    def end(self) -> None:
+        """Each ends once it has passed on what has arrived."""
+        for sock in tuple(self._open):  # other threads may add one
+            sock.shutdown(socket.SHUT_RDWR)
 
     async def _passed_on(self, sock: socket.socket) -> AsyncIterator[bytes]:
         """As server-sent events; ends with the server's stream."""

@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lmcache_core.protocol.hostport import same_host
+from lmcache_core.textfiles import read_text_file
 from lmcache_http.settings import HttpSettings
 
 
@@ -40,7 +42,7 @@ class Guard:
         self._change = _token(settings.token_file)
         self._read = _token(settings.read_token_file)
         loopback = {"localhost", "127.0.0.1", "::1"}
-        self._hosts = {host.lower() for host in (*loopback, settings.host, *settings.allowed_hosts)}
+        self._hosts = {same_host(host) for host in (*loopback, settings.host, *settings.allowed_hosts)}
         self._any_host = settings.unix_socket is not None
 
     def check(self, headers: Mapping[str, str], right: Right) -> None:
@@ -76,13 +78,14 @@ class Guard:
             return
         if right is Right.CHANGE and _same(token, self._read):
             raise RefusedError(403, "this token allows only reading")
-        raise RefusedError(401, "send a token: Authorization: Bearer …")
+        what = "that of http.token_file or http.read_token_file, as Authorization: Bearer …"
+        raise RefusedError(401, f"no valid token: send {what}")
 
 
 def _token(path: Path | None) -> str | None:
     if path is None:
         return None
-    token = path.read_text().strip()
+    token = read_text_file(path).strip()
     if not token:
         raise ValueError(f"{path} contains no token")
     if not (token.isascii() and token.isprintable()):
@@ -103,6 +106,6 @@ def _is_from(origin: str, host: str) -> bool:
 
 def _name_of(url: str) -> str:
     try:
-        return (urlsplit(url).hostname or "").lower()
+        return same_host(urlsplit(url).hostname or "")
     except ValueError:
         return ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.client.client import Client
+from lmcache_core import Client
+from lmcache_core.errors import CacheError
+from lmcache_http.history import COARSE_S, History
 
 LIVE_S = 1.0  # a loop that does not answer within this is not alive
 CALL_S = 10.0
@@ -28,8 +31,11 @@ class Node:
         )
         self.client = Client.connect(name, client_name="lmcache-http", call_timeout_s=CALL_S, **common)
         self._lock = threading.Lock()
-        self._status: Mapping[str, Any] = {}
-        self._asked_at_s = float("-inf")
+        self._kept: tuple[float, Mapping[str, Any]] = (float("-inf"), {})  # figures, and when they were asked for
+        self.history = History()
+        self._began_unix_s = time.time() - time.monotonic()  # a clock that is set leaves the history in order
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="lmcache-http history", daemon=True).start()
 
     def alive(self) -> float:
         """Seconds of a round trip through the loop."""
@@ -40,18 +46,46 @@ class Node:
     def status(self) -> Mapping[str, Any]:
         """What the server says of itself, a second old at most."""
         with self._lock:
-            if time.monotonic() - self._asked_at_s >= STATUS_S:
+            fetched_at_s, status = self._kept
+            if time.monotonic() - fetched_at_s >= STATUS_S:
                 self._probe.noop()  # fails within LIVE_S: scrapers wait no longer than CALL_S
-                self._status = self.client.status()
-                self._asked_at_s = time.monotonic()
-            return self._status
+                status = self._keep(self.client.status())
+            return status
+
+    def known(self, name: str) -> Mapping[str, Any]:
+        """The namespaces of the kept figures, or of fresh ones where those lack this id or label."""
+        known: Mapping[str, Any] = self.status()["namespaces"]
+        if name not in known and all(row["label"] != name for row in known.values()):
+            self.changed()
+            known = self.status()["namespaces"]
+        return known
+
+    def _watch(self) -> None:
+        """Have a history even if nobody asks. What the server does not answer is missing from it."""
+        while not self._closed.wait(COARSE_S):
+            with contextlib.suppress(CacheError):
+                self.status()
+
+    def probed_status(self) -> Mapping[str, Any]:
+        """The same for probes: it waits for no other request, and no longer than `LIVE_S`."""
+        self._probe.noop()  # figures that are kept say nothing of a server that hangs since
+        fetched_at_s, status = self._kept
+        if time.monotonic() - fetched_at_s >= STATUS_S:
+            status = self._keep(self._probe.status())
+        return status
+
+    def _keep(self, status: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._kept = time.monotonic(), status
+        self.history.add(status, self._began_unix_s + self._kept[0])
+        return status
 
     def changed(self) -> None:
         """Something was changed from here: the next request gets fresh figures."""
         with self._lock:
-            self._asked_at_s = float("-inf")
+            self._kept = float("-inf"), {}
 
     def close(self) -> None:
         """Say goodbye."""
+        self._closed.set()
         self._probe.close()
         self.client.close()

@@ -77,25 +77,25 @@ def say(status: int, detail: str, headers: Mapping[str, str] | None = None) -> J
     return JSONResponse({"detail": detail}, status, dict(headers or {}))
 
 
-def answer_in_words(app: FastAPI) -> None:
-    """The answer to any exception."""
+def add_error_handlers(app: FastAPI) -> None:
+    """The answer to any exception. The handlers run on the event loop: probes fail without a thread, too."""
 
     @app.exception_handler(RefusedError)
-    def refused(request: Request, error: RefusedError) -> JSONResponse:
+    async def refused(request: Request, error: RefusedError) -> JSONResponse:
         return say(error.status, error.detail, {"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
 
     @app.exception_handler(CacheError)
-    def failed(request: Request, error: CacheError) -> JSONResponse:
+    async def failed(request: Request, error: CacheError) -> JSONResponse:
         return say(next((status for kind, status in _STATUSES if isinstance(error, kind)), 500), str(error))
 
     @app.exception_handler(RequestValidationError)
-    def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SAID_MAX]]
         more = len(error.errors()) - len(wrong)
         return say(422, "; ".join(wrong) + (f"; and {more} more" if more else ""))
 
     @app.exception_handler(Exception)
-    def fault(request: Request, error: Exception) -> JSONResponse:
+    async def fault(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return say(500, WHY[500])
 
@@ -111,11 +111,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        said = dict(scope["headers"])
+        headers = dict(scope["headers"])
         body: list[Message] | None = []
-        if int(said.get(b"content-length", b"0")) > BODY_BYTES_MAX:
+        if int(headers.get(b"content-length", b"0")) > BODY_BYTES_MAX:
             body = None
-        elif b"transfer-encoding" in said:  # it says nothing of its length
+        elif b"transfer-encoding" in headers:  # it says nothing of its length
             body = await _read(receive)
         if body is None:
             await _refuse(receive, send)

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from lmcache_core.client.explaining import counted_reasons
+from lmcache_core.client import counted_reasons
 from lmcache_http.guard import RefusedError
 
 _TYPES = {
@@ -55,8 +55,8 @@ def add_page(app: FastAPI, guarded: Any) -> None:
 
 def page_files() -> dict[str, bytes]:
     """A file of the page, by its name below `/ui/`."""
-    told = {name: asdict(each) for name, each in counted_reasons().items()}
-    return {**_read(files("lmcache_http") / "page", ""), "reasons.json": json.dumps(told).encode()}
+    reasons = {name: asdict(each) for name, each in counted_reasons().items()}
+    return {**_read(files("lmcache_http") / "page", ""), "reasons.json": json.dumps(reasons).encode()}
 
 
 def _read(folder: Traversable, prefix: str) -> dict[str, bytes]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from argparse import _SubParsersAction
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache_core.plugins.components import ComponentSpec, Finding, Kind
+from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from lmcache_core.settings.model import Settings
 
 
 @hookimpl
@@ -24,13 +21,6 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             summary="memory that is slow, full, gone or corrupt on demand",
         )
     ]
-
-
-@hookimpl
-def lmcache_check(settings: Settings) -> Sequence[Finding]:
-    from lmcache_mock.check import check_tiers
-
-    return check_tiers(settings)
 
 
 @hookimpl

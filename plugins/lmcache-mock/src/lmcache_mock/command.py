@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 
 from lmcache_core.errors import UsageError
-from lmcache_core.testing.faults import OPERATIONS, Fault, FaultRule
 from lmcache_mock.control import read_rules, write_rules
+from lmcache_mock.drills.faults import OPERATIONS, Fault, FaultRule
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache_core.errors import UsageError
-from lmcache_core.testing.faults import FaultRule, FaultScript
+from lmcache_core.textfiles import read_text_file
+from lmcache_mock.drills.faults import FaultRule, FaultScript
 
 log = logging.getLogger(__name__)
 
@@ -18,17 +19,17 @@ log = logging.getLogger(__name__)
 def read_rules(path: Path) -> list[FaultRule]:
     """The rules in a file; none if it does not exist. Raises UsageError that names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text_file(path).splitlines()
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a control file: {error}") from error
     rules = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].strip()
-        if words:
+        rule = line.partition("#")[0].strip()
+        if rule:
             try:
-                rules.append(FaultRule.parse(words))
+                rules.append(FaultRule.parse(rule))
             except UsageError as error:
                 raise UsageError(f"{path}:{number}: {error}") from error
     return rules

@@ -14,19 +14,19 @@ class SizedPolicy(EvictionPolicy):
 
     def __init__(self, capacity_bytes: int | None) -> None:
         self._fixed = capacity_bytes is not None
-        self._told = self._fixed
+        self._sized = self._fixed
         self.capacity_bytes = capacity_bytes or 0
         self.resident_bytes = 0
 
     def resize(self, capacity_bytes: int) -> None:
         if not self._fixed:
-            self._told = True
+            self._sized = True
             self.capacity_bytes = capacity_bytes
             self._resized()
 
     def _admit(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
-        if not self._told and self.resident_bytes > self.capacity_bytes:
+        if not self._sized and self.resident_bytes > self.capacity_bytes:
             self.capacity_bytes = self.resident_bytes
             self._resized()
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from lmcache_core.errors import SettingsError
 from lmcache_core.settings.sizes import Size
 from lmcache_policies.ghosts import GHOST_KEYS_MAX
 
@@ -65,12 +66,12 @@ class IsolatedSettings(_Closed):
         for name, tenant in self.tenants.items():
             for namespace in tenant.namespaces:
                 if owner.setdefault(namespace, name) != name:
-                    raise ValueError(
-                        f"namespace {namespace:#018x} belongs to tenants {owner[namespace]!r} and {name!r}: "
-                        "name it in one of them"
+                    raise SettingsError(
+                        f"namespace {namespace:#018x} belongs to tenants {owner[namespace]!r} and {name!r}",
+                        cure="name it in one of them",
                     )
         if self.inner == "isolated":
-            raise ValueError("inner = 'isolated' has no end: name the policy that each tenant shall have")
+            raise SettingsError("inner = 'isolated' has no end", cure="name the policy that each tenant shall have")
         return self
 
 
@@ -87,9 +88,8 @@ class SizeRange(_Closed):
     @model_validator(mode="after")
     def _not_empty(self) -> SizeRange:
         if self.max_bytes is not None and self.max_bytes < self.min_bytes:
-            raise ValueError(
-                f"max_bytes = {self.max_bytes} is below min_bytes = {self.min_bytes}, so no object fits: raise it"
-            )
+            message = f"max_bytes = {self.max_bytes} is below min_bytes = {self.min_bytes}, so no object fits"
+            raise SettingsError(message, cure="raise it")
         return self
 
 

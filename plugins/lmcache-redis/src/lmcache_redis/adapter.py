@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from lmcache_core.errors import TierError
+from lmcache_core.plugins.components import Finding
+from lmcache_core.tiers.blocking import BatchAdapter
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
-    L2Adapter,
     LoadItem,
     Outcome,
     Result,
@@ -20,6 +21,7 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
+from lmcache_redis.check import BUFFER_LIMIT, BULK_LIMIT, OBJECT_BYTES_MAX, limit_findings, memory_finding
 from lmcache_redis.client import Client
 from lmcache_redis.errors import explain
 from lmcache_redis.settings import RedisSettings
@@ -29,14 +31,14 @@ from lmcache_redis.transport.connections import Address, address_of
 log = logging.getLogger("lmcache_redis")
 
 BATCH_BYTES_MAX = 16 << 20  # what a server buffers for one connection's replies
-OBJECT_BYTES_MAX = 512 << 20  # proto-max-bulk-len
 _SCAN_COUNT = b"512"
+_SCAN_BYTES_MAX = 4 << 20  # a server may return more than it was asked for, and names of strangers may be long
 _USAGE_S = 1.0  # of each answer that it needs
 _DONE = Outcome(Result.DONE)
 _MISS = Outcome(Result.MISS)
 
 
-class RedisAdapter(L2Adapter):
+class RedisAdapter(BatchAdapter):
     """Connects when it is first used."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -50,22 +52,21 @@ class RedisAdapter(L2Adapter):
 
     def __init__(self, settings: RedisSettings, context: AdapterContext) -> None:
         self._settings = settings
-        self._tier = context.tier
         self.client = Client(settings, context)
         self._prefix = settings.key_prefix.encode()
         self._expiry = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(settings.ttl_s * 1000)))
-        self._said = False
-        self._closed = False
+        self._warned = False
+        super().__init__(context, self.client)
 
     # --- the contract ---------------------------------------------------------------------------------------
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         commands = []
         for item in items:
             name = self._name(item.key)
             commands.append(Command(name, (b"SET", name), item.buffers or (memoryview(b""),), self._expiry))
         replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
-        self._say_once()
+        self._warn_once()
         stored = [Outcome(Result.DONE, item.nbytes) for item in items]
         return [
             done if reply == b"OK" else self._failed("store", reply)
@@ -75,7 +76,7 @@ class RedisAdapter(L2Adapter):
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         """TOUCH: it answers like EXISTS, and marks the object as recently used. Raises if any key got no answer: a
         prefix with a hole is worth nothing, and "not there" would be wrong."""
-        self._check_open()
+        self.check_open()
         names = [self._name(key) for key in keys]
         replies = self.client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
         for reply in replies:
@@ -84,17 +85,29 @@ class RedisAdapter(L2Adapter):
         return [bool(reply) for reply in replies]
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         commands = []
         for item in items:
             name = self._name(item.key)
             commands.append(Command(name, (b"GET", name), into=item.buffers))
         replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
-        self._say_once()
+        self._warn_once()
         return [self._loaded(command, reply) for command, reply in zip(commands, replies, strict=True)]
 
+    def load_headers(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self.check_open()
+        commands = []
+        for item in items:
+            name, page = self._name(item.key), item.buffers[:1]
+            last = b"%d" % (sum(part.nbytes for part in page) - 1)
+            commands.append(Command(name, (b"GETRANGE", name, b"0", last), into=page))
+        replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
+        outcomes = [self._loaded(command, reply) for command, reply in zip(commands, replies, strict=True)]
+        # GETRANGE of a key that is not there gives an empty string.
+        return [_MISS if each.result is Result.DONE and not each.nbytes else each for each in outcomes]
+
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         names = [self._name(key) for key in keys]
         commands = [simple(b"UNLINK", name, key=name) for name in names]
         replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
@@ -102,7 +115,7 @@ class RedisAdapter(L2Adapter):
 
     def usage(self) -> Usage:
         """Bytes of keys and values in the memory of all primaries, including those of other users."""
-        self._check_open()
+        self.check_open()
         deadline = time.monotonic() + _USAGE_S
         nbytes = free = 0
         bounded = True
@@ -121,7 +134,7 @@ class RedisAdapter(L2Adapter):
 
     def memory(self, deadline: float) -> dict[Address, dict[str, str]]:
         """INFO memory of each primary. Raises `TierError`."""
-        self._check_open()
+        self.check_open()
         found = {}
         for address in self._primaries(deadline):
             info = self._one(address, simple("INFO", "memory"), deadline)
@@ -131,10 +144,21 @@ class RedisAdapter(L2Adapter):
             found[address] = {name: value for name, colon, value in lines if colon}
         return found
 
+    def limits(self, address: Address, deadline: float) -> dict[str, str]:
+        """What the server says of its limits by CONFIG GET; less, or nothing, if it does not let us ask."""
+        found: dict[str, str] = {}
+        for name in (BULK_LIMIT, BUFFER_LIMIT):
+            reply = self._one(address, simple("CONFIG", "GET", name), deadline)
+            pairs: Any = reply  # RESP3 has maps, of which `Reply` knows nothing: nothing else here asks for one
+            pair = next(iter(pairs.items())) if isinstance(pairs, dict) and len(pairs) == 1 else pairs
+            if isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], bytes):
+                found[name] = pair[1].decode(errors="replace")
+        return found
+
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         """SCAN, server by server; the cursor is `HOST:PORT SCAN-CURSOR`. SCAN may return a key twice while the server
         grows its table; within a page duplicates are dropped."""
-        self._check_open()
+        self.check_open()
         primaries = self._primaries(deadline)
         address, at = primaries[0], b"0"
         if cursor is not None:
@@ -145,7 +169,8 @@ class RedisAdapter(L2Adapter):
                 if address not in primaries:
                     return ScanPage([], None)
         pattern = _escaped(self._prefix) + b"*"
-        found = self._one(address, simple(b"SCAN", at, b"MATCH", pattern, b"COUNT", _SCAN_COUNT), deadline)
+        command = (b"SCAN", at, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+        found = self._one(address, simple(*command, reply_bytes_max=_SCAN_BYTES_MAX), deadline)
         if not _is_page(found):
             raise self._error("scan", found, deadline)
         entries = self._entries(address, list(dict.fromkeys(found[1])), deadline)
@@ -165,10 +190,11 @@ class RedisAdapter(L2Adapter):
             place = settings.socket_path or f"{host}:{port}"
         return f"Redis at {place}, database {settings.database}, keys of {settings.key_prefix!r}"
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.client.close()
+    def check(self, deadline: float) -> Iterator[Finding]:
+        yield from super().check(deadline)
+        for address, memory in self.memory(deadline).items():
+            yield memory_finding(address, self._settings, memory)
+            yield from limit_findings(address, self.limits(address, deadline))
 
     # --- parts ----------------------------------------------------------------------------------------------
     def _name(self, key: bytes) -> bytes:
@@ -181,8 +207,8 @@ class RedisAdapter(L2Adapter):
         if isinstance(reply, Received):
             if reply.whole:
                 return Outcome(Result.DONE, reply.nbytes)
-            words = f"key {command.key.decode(errors='replace')} holds {reply.nbytes:,} bytes"
-            return Outcome(Result.DAMAGED, error=f"{words}, and {command.room_bytes:,} were expected at most")
+            message = f"key {command.key.decode(errors='replace')} holds at least {reply.nbytes:,} bytes"
+            return Outcome(Result.DAMAGED, error=f"{message}, and {command.room_bytes:,} were expected at most")
         return self._failed("load", reply)
 
     def _entries(self, address: Address, names: Sequence[bytes], deadline: float) -> list[ScanEntry]:
@@ -221,8 +247,7 @@ class RedisAdapter(L2Adapter):
         return self.client.ask_one(address, [command], deadline)[0]
 
     def _failed(self, what: str, reply: Reply) -> Outcome:
-        result, text, retryable = explain(self._tier, what, reply)
-        return Outcome(result, error=text, retryable=retryable)
+        return explain(self._tier, what, reply)
 
     def _error(self, what: str, reply: Reply, deadline: float) -> TierError:
         if isinstance(reply, Broken):
@@ -230,20 +255,15 @@ class RedisAdapter(L2Adapter):
             self.client.topology.refresh(
                 min(deadline, time.monotonic() + self._settings.connect_timeout_s), self.client.topology.version
             )
-        _, text, retryable = explain(self._tier, what, reply)
-        return TierError(text, retryable=retryable)
+        return explain(self._tier, what, reply).as_error()
 
-    def _say_once(self) -> None:
-        if self.client.fell_back and not self._said:
-            self._said = True
+    def _warn_once(self) -> None:
+        if self.client.fell_back and not self._warned:
+            self._warned = True
             log.warning(
                 "tier %r: the installed redis-py hides its sockets: payloads are copied, at half the speed or less",
                 self._tier,
             )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
 
 
 def _is_page(reply: Reply) -> TypeGuard[list[Any]]:

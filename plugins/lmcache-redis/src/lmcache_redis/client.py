@@ -17,6 +17,7 @@ from lmcache_redis.transport.connections import Address, address_of, make_pool
 from lmcache_redis.transport.exchange import Exchanger
 from lmcache_redis.transport.topology import BySentinel, BySlots, OneServer, Topology
 
+_POOLS_MAX = 1024  # of servers, more than a cluster has: nodes come and go, and a redirection may name anything
 _PAUSE_S = 0.1  # between polls of a cluster that is choosing a new primary
 _REDIRECTED = frozenset({"MOVED", "ASK"})
 _PASSING = frozenset({"CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "TRYAGAIN"})
@@ -125,8 +126,8 @@ class Client:
         address, asking = route
         if not asking:
             return self.ask_one(address, commands, deadline)
-        told = [each for command in commands for each in (ASKING, command)]
-        return self.ask_one(address, told, deadline)[1::2]
+        sent = [each for command in commands for each in (ASKING, command)]
+        return self.ask_one(address, sent, deadline)[1::2]
 
     def _redirections(self, todo: Sequence[int], replies: Sequence[Reply]) -> dict[int, Route]:
         """Where MOVED and ASK send each command. Outside a cluster nowhere: then the mode is wrong, and the error says
@@ -149,6 +150,8 @@ class Client:
                 pool = make_pool(self._settings, address)
                 if not self._closed:
                     self.pools[address] = pool
+                    if len(self.pools) > _POOLS_MAX:  # the oldest; who uses a connection of it goes on with it
+                        self.pools.pop(next(iter(self.pools))).disconnect(inuse_connections=False)
             return pool
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-_NODE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+from lmcache_core.errors import SettingsError
+from lmcache_core.protocol.hostport import HostPort, bare_host
+from lmcache_core.settings.paths import OptionalPath
+
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -34,7 +35,7 @@ class RedisSettings(BaseModel):
     )
     host: str = Field(default="localhost", description="The server.")
     port: int = Field(default=6379, ge=1, le=65535, description="Its TCP port.")
-    unix_socket: Path | None = Field(default=None, description="A Unix socket instead of host and port.")
+    unix_socket: OptionalPath = Field(default=None, description="A Unix socket instead of host and port.")
     db: int = Field(default=0, ge=0, description="The database; a cluster has only 0.")
     username: str | None = Field(default=None, description="An ACL user. None: the default user.")
     password: SecretStr | None = Field(default=None, description="The user's password.")
@@ -42,9 +43,9 @@ class RedisSettings(BaseModel):
     sentinel_username: str | None = Field(default=None, description="An ACL user of the Sentinels.")
     sentinel_password: SecretStr | None = Field(default=None, description="The password of the Sentinels.")
     tls: bool = Field(default=False, description="Speak TLS. A rediss:// URL does so too.")
-    tls_ca: Path | None = Field(default=None, description="CA certificates, PEM. None: those of the system.")
-    tls_cert: Path | None = Field(default=None, description="Our certificate, for servers that ask for one.")
-    tls_key: Path | None = Field(default=None, description="Its private key.")
+    tls_ca: OptionalPath = Field(default=None, description="CA certificates, PEM. None: those of the system.")
+    tls_cert: OptionalPath = Field(default=None, description="Our certificate, for servers that ask for one.")
+    tls_key: OptionalPath = Field(default=None, description="Its private key.")
     tls_verify: Literal["full", "ca", "none"] = Field(
         default="full",
         description="full: certificate and host name; ca: the certificate alone; none: neither (anybody can answer).",
@@ -88,19 +89,20 @@ class RedisSettings(BaseModel):
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         # Never quote a node: a URL given here by mistake may contain a password, and errors go to status and logs.
         for place, node in enumerate(value, 1):
-            if not _NODE.fullmatch(node) or int(node.rpartition(":")[2]) > 65535:
-                raise ValueError(
-                    f"node {place} of {len(value)} is not HOST:PORT: write the name or address and the port alone, as "
-                    "in redis-1:6379 or [::1]:6379, and user and password in username and password"
-                )
+            try:
+                HostPort.parse(node, port_min=1)
+            except ValueError:
+                cure = "write the name or address and the port alone, as in redis-1:6379 or [::1]:6379, and user and "
+                cure += "password in username and password"
+                raise SettingsError(f"node {place} of {len(value)} is not HOST:PORT", cure=cure) from None
         return value
 
     @field_validator("host")
     @classmethod
     def _bare_host(cls, value: str) -> str:
         if "/" in value or "@" in value:  # not quoted either: a URL with a password
-            raise ValueError("host is not the name or address of a server: a whole URL belongs into url")
-        return value
+            raise SettingsError("host is not the name or address of a server", cure="a whole URL belongs into url")
+        return bare_host(value)
 
     @field_validator("url")
     @classmethod
@@ -112,11 +114,11 @@ class RedisSettings(BaseModel):
             parts = urlsplit(value.get_secret_value())
             port, query = parts.port, parse_qs(parts.query, strict_parsing=bool(parts.query))
         except ValueError:
-            raise ValueError("the URL cannot be read: write redis://USER:PASSWORD@HOST:PORT/DB") from None
+            raise SettingsError("the URL cannot be read", cure="write redis://USER:PASSWORD@HOST:PORT/DB") from None
         if parts.scheme not in _SCHEMES or port == 0:
             raise ValueError("the URL must begin with redis://, rediss:// or unix://")
         if set(query) - {"db"}:
-            raise ValueError("the URL's only parameter is db: everything else has a setting of its own")
+            raise SettingsError("the URL's only parameter is db", cure="everything else has a setting of its own")
         database = query.get("db", [parts.path.strip("/") if parts.scheme != "unix" else ""])[0]
         if database and not database.isdigit():
             raise ValueError("the database in the URL is not a number")
@@ -133,9 +135,10 @@ class RedisSettings(BaseModel):
     def _fits_together(self) -> Self:
         scheme = urlsplit(self.url.get_secret_value()).scheme if self.url is not None else ""
         if self.mode == "sentinel" and not self.nodes:
-            raise ValueError('mode "sentinel" needs nodes: HOST:PORT of the Sentinels')
+            raise SettingsError('mode "sentinel" needs nodes', cure="HOST:PORT of the Sentinels")
         if self.mode == "standalone" and self.nodes:
-            raise ValueError('nodes are for mode "sentinel" or "cluster": for one server use url, or host and port')
+            cure = "for one server use url, or host and port"
+            raise SettingsError('nodes are for mode "sentinel" or "cluster"', cure=cure)
         if self.mode != "standalone" and (self.unix_socket is not None or scheme == "unix"):
             raise ValueError(f'mode "{self.mode}" speaks TCP: a Unix socket reaches one server only')
         if self.mode == "cluster" and self.database:

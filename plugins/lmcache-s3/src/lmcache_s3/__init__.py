@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lmcache_core.plugins.components import ComponentSpec, Finding, Kind
+from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from lmcache_core.settings.model import Settings
 
 
 @hookimpl
@@ -23,10 +19,3 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             summary="one object for each object, in a bucket of any S3-compatible store that several servers may share",
         )
     ]
-
-
-@hookimpl
-def lmcache_check(settings: Settings) -> Sequence[Finding]:
-    from lmcache_s3.check import check_tiers
-
-    return check_tiers(settings)

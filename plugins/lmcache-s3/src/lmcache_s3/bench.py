@@ -134,8 +134,8 @@ class _Theirs:
         import boto3
 
         key, secret, token = (
-            word.get_secret_value() if word else None
-            for word in (settings.access_key_id, settings.secret_access_key, settings.session_token)
+            credential.get_secret_value() if credential else None
+            for credential in (settings.access_key_id, settings.secret_access_key, settings.session_token)
         )
         self._client: Any = boto3.Session(
             aws_access_key_id=key,

@@ -180,8 +180,8 @@ class S3Client:
             return DirectTransport(self._settings, self.account)
         except (DirectError, ImportError, AttributeError) as error:
             if self._settings.transport == "direct":
-                message = f'{error}: set l2.{self._tier}.transport = "auto"'
-                raise LinkError(message, retryable=False) from error
+                cure = f'set l2.{self._tier}.transport = "auto"'
+                raise LinkError(str(error), retryable=False, cure=cure) from error
             _log.warning("tier %r: payloads move by boto3's own calls, which copy: %s", self._tier, error)
             return self._plain
 

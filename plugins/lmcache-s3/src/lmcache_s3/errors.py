@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import Outcome, Result
 
 THROTTLES = frozenset({"SlowDown", "TooManyRequests", "RequestLimitExceeded", "Throttling", "ThrottlingException",
@@ -24,10 +25,12 @@ _MESSAGE = re.compile(rb"<Message>([^<]{1,300})</Message>")
 
 
 class LinkError(Exception):
-    """There was no answer. The message says why."""
+    """There was no answer. The message says why, and what a person can do, if only a person can help."""
 
-    def __init__(self, message: str, retryable: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, happened: str, retryable: bool = True, *, cure: str = "") -> None:
+        super().__init__(f"{happened}: {cure}" if cure else happened)
+        self.happened = happened
+        self.cure = cure
         self.retryable = retryable
 
 
@@ -45,6 +48,11 @@ class Answer(NamedTuple):
         return 200 <= self.status < 300
 
     @property
+    def names_object(self) -> bool:
+        """What a service answers for an object that it has now. A proxy or a login page answers 200, too."""
+        return self.ok and "etag" in self.headers
+
+    @property
     def absent(self) -> bool:
         """The object does not exist. (HEAD cannot distinguish a missing bucket.)"""
         return self.status == 404 and self.code != "NoSuchBucket"
@@ -52,6 +60,10 @@ class Answer(NamedTuple):
     @property
     def throttled(self) -> bool:
         return self.status in (429, 503) or self.code in THROTTLES
+
+    @property
+    def full(self) -> bool:
+        return self.code in FULL or self.status == 507
 
     @property
     def refused_credentials(self) -> bool:
@@ -72,24 +84,27 @@ class Errors:
         self._bucket = bucket
 
     def outcome(self, what: str, answer: Answer) -> Outcome:
-        """The outcome of an answer that is not 2xx."""
-        if answer.throttled:
-            return Outcome(Result.THROTTLED, error=self.refused(what, answer))
-        if answer.code in FULL or answer.status == 507:
-            return Outcome(Result.FULL, error=self.refused(what, answer))
-        return Outcome(Result.FAILED, error=self.refused(what, answer), retryable=retryable(answer))
+        """The outcome of an answer that is not 2xx, or names no object."""
+        result = Result.THROTTLED if answer.throttled else Result.FULL if answer.full else Result.FAILED
+        return Outcome.of(self.refused(what, answer), result)
 
-    def failure(self, what: str, error: LinkError) -> Outcome:
-        return Outcome(Result.FAILED, error=self.unanswered(what, error), retryable=error.retryable)
-
-    def refused(self, what: str, answer: Answer) -> str:
-        code = answer.code or "no code"
-        return f"tier {self._tier!r} cannot {what}: bucket {self._bucket!r} answered {answer.status} {code}: " + (
-            self._cure(answer)
+    def refused(self, what: str, answer: Answer) -> TierError:
+        """The same of a whole call."""
+        message = f"tier {self._tier!r} cannot {what}: bucket {self._bucket!r} answered {answer.status} " + (
+            answer.code or "no code"
         )
+        if answer.ok:
+            cure = f"check l2.{self._tier}.endpoint_url: a proxy or a login page may stand between"
+            return TierError(
+                f"{message.removesuffix(' no code')} without an ETag, as no S3 does", cure=cure, retryable=True
+            )
+        again = answer.throttled or (retryable(answer) and not answer.full)
+        return TierError(message, cure=self._cure(answer), retryable=again)
 
-    def unanswered(self, what: str, error: LinkError) -> str:
-        return f"tier {self._tier!r} cannot {what} in bucket {self._bucket!r}: {error}"
+    def unanswered(self, what: str, error: LinkError) -> TierError:
+        message = f"tier {self._tier!r} cannot {what} in bucket {self._bucket!r}: {error.happened}"
+        cure = error.cure or f"check l2.{self._tier}.endpoint_url, the credentials, and the network"
+        return TierError(message, cure=cure, retryable=error.retryable)
 
     def _cure(self, answer: Answer) -> str:
         setting = f"l2.{self._tier}"
@@ -106,7 +121,7 @@ class Errors:
         if answer.code in OTHER_REGION or answer.status in (301, 307, 308):
             region = answer.headers.get("x-amz-bucket-region")
             return f"the bucket is elsewhere: set {setting}.region" + (f' = "{region}"' if region else "")
-        if answer.code in FULL or answer.status == 507:
+        if answer.full:
             return f"raise the quota, or lower {setting}.capacity_bytes"
         if answer.status in (401, 403):
             return "allow s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket and its prefix"

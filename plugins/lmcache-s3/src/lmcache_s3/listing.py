@@ -37,7 +37,7 @@ class Cursor(NamedTuple):
             return cls()
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             text = f"{text[:80]!r} is not a cursor of an S3 scan: begin without one"
             raise TierError(text, retryable=False) from error
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from lmcache_core.errors import SettingsError
+from lmcache_core.protocol.hostport import is_base_url
+from lmcache_core.settings.paths import OptionalPath
 from lmcache_core.settings.sizes import Size
 
 PREFIX_BYTES_MAX = 512  # a name has at most 1,024 bytes, and a key takes 128 of them
@@ -39,7 +41,7 @@ class S3Settings(BaseModel):
     )
     secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
     session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
-    ca_bundle: Path | None = Field(default=None, description="A file of certificates to trust instead of the usual.")
+    ca_bundle: OptionalPath = Field(default=None, description="A file of certificates to trust instead of the usual.")
     verify_tls: bool = Field(default=True, description="false: trust any certificate. For tests only.")
     proxy: SecretStr | None = Field(
         default=None, description="An HTTP proxy. Default: HTTPS_PROXY, HTTP_PROXY and NO_PROXY."
@@ -93,11 +95,10 @@ class S3Settings(BaseModel):
     def _whole_url(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        parts = urlsplit(value)
         if "@" in value:
             # No value in this message: it contains a secret.
-            raise ValueError("endpoint_url holds a password: use access_key_id and secret_access_key")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError("endpoint_url holds a password", cure="use access_key_id and secret_access_key")
+        if not is_base_url(value):
             raise ValueError(f"endpoint_url must be http://HOST[:PORT] or https://HOST[:PORT], not {value!r}")
         return value
 
@@ -105,7 +106,7 @@ class S3Settings(BaseModel):
     @classmethod
     def _bare_name(cls, value: str) -> str:
         if "/" in value:
-            raise ValueError(f"bucket {value!r} must be the bare name: put the rest into `prefix`")
+            raise SettingsError(f"bucket {value!r} must be the bare name", cure="put the rest into `prefix`")
         return value
 
     @property
@@ -114,9 +115,22 @@ class S3Settings(BaseModel):
         return self.bucket.endswith("--x-s3")
 
     @model_validator(mode="after")
+    def _bucket_once(self) -> Self:
+        parts = urlsplit(self.endpoint_url or "")
+        rest = (parts.hostname or "").removeprefix(f"{self.bucket.lower()}.")
+        in_host = rest != (parts.hostname or "") and rest.startswith(("s3.", "s3-"))  # as consoles of services show it
+        if in_host or parts.path.rstrip("/").endswith(f"/{self.bucket}"):
+            cure = f"{parts.scheme}://{rest if in_host else parts.hostname}"
+            message = (
+                f"endpoint_url contains the bucket's name {self.bucket!r}, which would stand in each request twice"
+            )
+            raise SettingsError(message, cure=f"write the service alone, as {cure}")
+        return self
+
+    @model_validator(mode="after")
     def _whole_credentials(self) -> Self:
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id and secret_access_key go together: give both, or neither")
+            raise SettingsError("access_key_id and secret_access_key go together", cure="give both, or neither")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token needs access_key_id and secret_access_key")
         if self.profile is not None and self.access_key_id is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from lmcache_fs.client import make_folder
+from lmcache_fs.client import NotAFileError, make_folder, open_file
 
 _NAME = "leader"
 
@@ -24,8 +24,8 @@ class Lead:
         self.close()
         try:
             make_folder(self._root, sync=False)
-            handle = os.open(f"{self._root}/{_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
+            handle, _ = open_file(f"{self._root}/{_NAME}", os.O_RDWR | os.O_CREAT)
+        except (OSError, NotAFileError):
             return True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,8 +2,8 @@
 
 PATH/objects/3fa/00ab…    one file for each object: shard of the key, then the key in hex
 PATH/tmp/TOKEN/lock, 1…   files being written by one adapter, which holds a lock on `lock` while it lives
-PATH/tmp.lock             held while a folder in tmp is made, or looked at
 PATH/damaged/00ab….N      what failed a check, a bounded number of them
+PATH/medium               an id, by which another disk at PATH is noticed
 PATH/leader               locked by the adapter that keeps headroom, where several share the directory
 """
 

@@ -7,19 +7,22 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
 from itertools import count
 from pathlib import Path
 
+from lmcache_fs.client import NotAFileError, open_file
+
 _LOCK = "lock"
+_UNFINISHED = "~"  # behind the name of a folder whose lock is not taken yet
+_TRIES_MAX = 16  # of a folder that sweepers remove before it is finished
 
 
 class TemporaryFolder:
     """A folder of one adapter, under a lock that the operating system releases with the process.
 
-    Safe with several servers on one directory: folders are created and checked under a lock of their parent, so a
-    folder whose own lock is free has no owner.
+    Safe with several servers on one directory: a folder gets its name once its lock is taken, so a folder whose lock is
+    free has no owner. Nobody waits for a lock: whoever can open the file could keep it.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -32,17 +35,18 @@ class TemporaryFolder:
     def open(self) -> None:
         """Create the folder (again, if someone has removed it). Raises `OSError`."""
         self.close()
-        with _alone(self._parent):
+        for tries_left in reversed(range(_TRIES_MAX)):
             folder = self._parent / f"{os.getpid()}-{secrets.token_hex(8)}"
-            folder.mkdir(mode=0o700)
-            handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            unfinished = folder.with_name(folder.name + _UNFINISHED)
+            unfinished.mkdir(mode=0o700)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(handle)
-                raise
-        self._lock = handle
-        self.path = str(folder)
+                self._lock = _finished(unfinished, folder)
+            except (FileNotFoundError, BlockingIOError):  # a sweeper took it for a dead one's
+                if not tries_left:
+                    raise
+            else:
+                self.path = str(folder)
+                return
 
     def name(self) -> str:
         """A path that nobody else uses."""
@@ -75,41 +79,42 @@ class TemporaryFolder:
             self._left.clear()
 
 
+def _finished(unfinished: Path, folder: Path) -> int:
+    """Lock the folder, then give it its name. The lock's descriptor. Raises `FileNotFoundError` or `BlockingIOError` if
+    a sweeper was quicker, and `OSError`."""
+    handle, _ = open_file(f"{unfinished}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unfinished.rename(folder)
+        if not os.path.samestat(os.fstat(handle), os.stat(folder / _LOCK)):  # noqa: PTH116  # one call, no object
+            raise FileNotFoundError(f"{folder / _LOCK} was replaced")
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
 def sweep(parent: Path) -> int:
     """Remove the folders of dead adapters; how many."""
     swept = 0
     with contextlib.suppress(OSError):
-        with _alone(parent):
-            dead = [folder for folder in parent.iterdir() if _is_dead(folder)]
-        for folder in dead:  # nobody uses it again: there is time
+        for folder in [each for each in parent.iterdir() if _is_dead(each)]:
             shutil.rmtree(folder, ignore_errors=True)
             swept += not folder.exists()
     return swept
 
 
-@contextmanager
-def _alone(parent: Path) -> Iterator[None]:
-    """Under the lock of all folders in `parent`. Raises `OSError`."""
-    # Beside the folder: a directory cannot be locked on every medium.
-    handle = os.open(parent.with_name(f"{parent.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _is_dead(folder: Path) -> bool:
-    """Whether no adapter owns the folder: its lock is free, or missing (its creator died, or a sweeper did). Called
-    under the parent's lock, when nobody can be creating one."""
-    if not folder.is_dir() or folder.is_symlink():
-        return False
+    """Whether no adapter owns the folder: its lock is free, or missing (its creator died, or a sweeper did)."""
     try:
-        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        about = folder.lstat()
+        if not stat.S_ISDIR(about.st_mode):
+            return False
+        handle, _ = open_file(f"{folder}/{_LOCK}", os.O_RDWR)
     except FileNotFoundError:
         return True
-    except OSError:
-        return False  # of another user: leave it alone
+    except (OSError, NotAFileError):
+        return False  # of another user, or no lock of ours: not ours to remove
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

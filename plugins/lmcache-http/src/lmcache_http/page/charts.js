@@ -19,8 +19,8 @@ export class Charts {
     }).observe(parent);
   }
 
-  show(drawn) {
-    for (const [chart, times, series] of drawn) {
+  show({ times, charts }) {
+    for (const { series, ...chart } of charts) {
       let kept = this.charts.get(chart.id);
       if (!kept) {
         const box = make("div");
@@ -61,7 +61,7 @@ function options(chart, names, width) {
     series: [
       { label: "at", value: (plot, at) => (at === null ? "–" : clock(at)) },
       ...names.map((label, at) => ({
-        label, value: write, stroke: colour(`--chart-${at % COLOURS}`), width: 2, spanGaps: true, points: { size: 4 },
+        label, value: write, stroke: colour(`--chart-${at % COLOURS}`), width: 2, points: { size: 4 },
       })),
     ],
   };

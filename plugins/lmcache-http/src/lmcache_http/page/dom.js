@@ -27,9 +27,16 @@ export function keyed(parent, items, keyOf, create, update) {
       child.dataset.key = key;
     }
     update(child, item);
+    if (child.cells) headed(child, parent);
     if (parent.children[at] !== child) parent.insertBefore(child, parent.children[at] ?? null);
   });
   for (const child of there.values()) child.remove();
+}
+
+// Each cell knows its column's name: on a phone a row is a list.
+export function headed(row, body = row.parentElement) {
+  const heads = body.parentElement.tHead.rows[0].cells;
+  [...row.cells].forEach((cell, at) => { cell.dataset.head = heads[at].textContent; });
 }
 
 // A row with as many cells as there are texts; `figures` are the positions of those that are figures.

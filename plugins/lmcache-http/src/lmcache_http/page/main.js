@@ -4,6 +4,7 @@ import { Actions, attempt } from "./actions.js";
 import { ask, hasToken, RefusedError, useToken } from "./ask.js";
 import { Charts } from "./charts.js";
 import { byId, setText } from "./dom.js";
+import { knowNamespaces, startExplaining } from "./explain.js";
 import { follow } from "./follow.js";
 import { History } from "./history.js";
 import { EVENTS_SHOWN, knowReasons, showEvent, showStatus } from "./views.js";
@@ -58,8 +59,10 @@ async function look() {
     reasonsKnown = true;
   }
   const status = await ask("status");
+  const past = await ask(`history?after=${history.last}`);
   if (signing || entry !== entries) return;
   history.add(status, Date.now() / 1e3);
+  history.append(past);
   showRights(rights);
   show(status);
   byId("connection").hidden = true;
@@ -79,8 +82,9 @@ function show(status) {
   byId("sign-in").hidden = true;
   byId("board").hidden = false;
   actions.know(status);
+  knowNamespaces(status.namespaces);
   showStatus(status, history, guarded);
-  charts.show(history.drawn());
+  charts.show(history);
   if (!following) {
     following = new AbortController();
     follow(hear, streamState, following.signal);
@@ -151,4 +155,5 @@ byId("sign-out").addEventListener("click", () => {
   useToken("");
   location.reload(); // clears what was shown
 });
+startExplaining();
 turn();

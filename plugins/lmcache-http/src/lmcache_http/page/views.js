@@ -1,6 +1,6 @@
 // Shows an answer of /status in the tables and tiles of the page.
 
-import { byId, cells, keyed, make, prose, setBar, setText } from "./dom.js";
+import { byId, cells, headed, keyed, make, prose, setBar, setText } from "./dom.js";
 import { tiersOf } from "./history.js";
 import { count, duration, percent, size } from "./units.js";
 
@@ -13,6 +13,7 @@ export function showStatus(status, history, actions) {
   showTiles(status, history);
   showMisses(status);
   showStores(status, actions);
+  showNamespaces(status);
   showTenants(status, actions);
   showHolders(status);
 }
@@ -61,6 +62,10 @@ let reasons = {};
 
 export function knowReasons(told) {
   reasons = told;
+}
+
+export function helpFor(reason) {
+  return Object.values(reasons).find((each) => each.word === reason)?.helps ?? "";
 }
 
 function showMisses(status) {
@@ -126,8 +131,24 @@ function showStores(status, actions) {
 function stateOf(tier) {
   const stopped = ["reads", "writes"].filter((what) => tier[what].breaker !== "closed");
   const said = [tier.draining ? "draining" : "in use"];
-  if (stopped.length) said.push(`${stopped.join(" and ")} paused by the breaker`);
+  if (stopped.length) said.push(`${stopped.join(" and ")} not called: circuit breaker open`);
   return said.join(", ");
+}
+
+function showNamespaces(status) {
+  const rows = Object.entries(status.namespaces);
+  byId("no-namespaces").hidden = rows.length > 0;
+  byId("namespaces").hidden = rows.length === 0;
+  keyed(byId("namespaces").tBodies[0], rows, ([id]) => id, () => make("tr"), (row, [id, told]) => {
+    const asked = status.traffic.namespaces[id] ?? { lookup_keys: 0, lookup_hits: 0, retrieve_bytes: 0, prompt_tokens: 0 };
+    const inTokens = asked.prompt_tokens > 0; // engines look prompts up in it
+    const [looked, found] = inTokens ? [asked.prompt_tokens, asked.prompt_hit_tokens] : [asked.lookup_keys, asked.lookup_hits];
+    const unit = inTokens ? " tokens" : "";
+    cells(row, [
+      told.label || "–", told.layout, count(told.sessions), count(looked) + unit, count(found) + unit, size(asked.retrieve_bytes), id,
+    ], new Set([2, 3, 4, 5]));
+    row.cells[6].className = "named";
+  });
 }
 
 function showTenants(status, actions) {
@@ -175,6 +196,7 @@ export function showEvent(event) {
   row.cells[0].className = row.cells[1].className = "named";
   const body = byId("events").tBodies[0];
   body.prepend(row);
+  headed(row);
   while (body.rows.length > EVENTS_SHOWN) body.lastChild.remove();
 }
 

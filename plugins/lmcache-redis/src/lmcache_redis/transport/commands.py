@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+REPLY_BYTES_MAX = 64 << 10  # of one that is a status, a number, an error, or a few lines
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`words`, then the concatenation of `payload` as one argument if there is any, then `options`.
+    """`arguments`, then the concatenation of `payload` as one argument if there is any, then `options`.
 
-    `key` decides the node in a cluster. `into`: the reply is an object, and goes there.
+    `key` decides the node in a cluster. `into`: the reply is an object, and goes there. Any other reply of more than
+    `reply_bytes_max` is not received to its end: what a server sends is kept until then.
     """
 
     key: bytes
-    words: tuple[bytes, ...]
+    arguments: tuple[bytes, ...]
     payload: Sequence[memoryview] = ()
     options: tuple[bytes, ...] = ()
     into: Sequence[memoryview] | None = None
+    reply_bytes_max: int = REPLY_BYTES_MAX
 
     @property
     def payload_bytes(self) -> int:
@@ -30,7 +34,8 @@ class Command:
 
 
 class Received(NamedTuple):
-    """An object arrived. `whole` False: it was larger than its buffers, and was discarded."""
+    """An object arrived. `whole` False: it was larger than its buffers, and was discarded; `nbytes` is then the least
+    that it has."""
 
     nbytes: int
     whole: bool
@@ -44,11 +49,13 @@ class Refusal(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """There was no answer, and the connection is closed. `late`: because the deadline passed."""
+    """There was no answer, and the connection is closed. `late`: because the deadline passed. `cure`: what a person can
+    do, if only a person can help."""
 
     text: str
     late: bool = False
     retryable: bool = True
+    cure: str = ""
 
 
 Reply = Received | Refusal | Broken | int | bytes | list[Any] | None
@@ -56,6 +63,7 @@ Reply = Received | Refusal | Broken | int | bytes | list[Any] | None
 ASKING = Command(b"", (b"ASKING",))
 
 
-def simple(*words: bytes | str, key: bytes = b"") -> Command:
+def simple(*arguments: bytes | str, key: bytes = b"", reply_bytes_max: int = REPLY_BYTES_MAX) -> Command:
     """A command without payload."""
-    return Command(key, tuple(word if isinstance(word, bytes) else word.encode() for word in words))
+    encoded = tuple(argument if isinstance(argument, bytes) else argument.encode() for argument in arguments)
+    return Command(key, encoded, reply_bytes_max=reply_bytes_max)

@@ -7,19 +7,28 @@ Everything about reaching a server (sockets, TLS, HELLO and AUTH, the pool) is r
 from __future__ import annotations
 
 import inspect
+import math
 import socket
 import ssl
 import time
 from typing import Any, NamedTuple
 
+from redis import connection as redis_connection
+from redis import exceptions
 from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.tiers import budget
 from lmcache_redis.settings import RedisSettings
+from lmcache_redis.transport.commands import REPLY_BYTES_MAX
 
+_SERVICES_BYTES_MAX = 1 << 20  # all services of a Sentinel, at 1.2 KiB each
+_READ_AHEAD_BYTES = 64 << 10  # redis-py receives so much at once, of this reply or of later ones
+# Not hiredis: it makes a list as long as a reply's head says. redis-py puts its parser of RESP3 in this one's place.
+_PARSER = getattr(redis_connection, "_RESP2Parser", redis_connection.DefaultParser)
 _CONNECT_MAX_S = 60.0  # if no limit is set
 _NAMES_COMMAND = inspect.signature(ConnectionPool.get_connection).parameters.get("command_name")
 _ASKS_FOR_NAME = _NAMES_COMMAND is not None and _NAMES_COMMAND.default is inspect.Parameter.empty
@@ -32,7 +41,7 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
+        return str(HostPort(self.host, self.port)) if self.port else self.host
 
 
 def address_of(text: str) -> Address:
@@ -45,9 +54,13 @@ def address_of(text: str) -> Address:
 
 class _Budgeted:
     """Opened, authenticated and used within the thread's budget: redis-py fixes its limits when a pool is made, and
-    they bound each wait separately."""
+    they bound each wait separately. Every reply that redis-py reads comes through `read_response`."""
 
     connect_timeout_s = 2.0
+    reply_bytes_max = REPLY_BYTES_MAX  # of the reply that is read next
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(parser_class=_PARSER, **options)  # type: ignore[call-arg]  # of the redis-py class
 
     def connect(self) -> None:
         limit = min(budget.left_s(), self.connect_timeout_s)
@@ -55,6 +68,16 @@ class _Budgeted:
             setattr(self, name, limit)
         with budget.within(time.monotonic() + limit):
             super().connect()  # type: ignore[misc]  # of the redis-py class this is mixed into
+
+    def read_response(self, *arguments: Any, **options: Any) -> Any:
+        """One reply, as redis-py's parser reads it. Raises `InvalidResponse` for what it cannot read."""
+        try:
+            with budget.within(math.inf, self.reply_bytes_max + _READ_AHEAD_BYTES):
+                return super().read_response(*arguments, **options)  # type: ignore[misc]
+        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
+            raise exceptions.InvalidResponse(
+                f"redis-py cannot read a reply ({type(error).__name__}: {error})"
+            ) from error
 
     def _connect(self) -> Any:
         sock = super()._connect()  # type: ignore[misc]
@@ -147,7 +170,8 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
         **({"ssl": True, **tls_options(settings)} if settings.encrypted else {}),
     }
     make: Any = Sentinel  # untyped in redis-py
-    kind = type("_OfSentinel", (_Tls if settings.encrypted else _Tcp,), {"connect_timeout_s": timeout_s})
+    limits = {"connect_timeout_s": timeout_s, "reply_bytes_max": _SERVICES_BYTES_MAX}
+    kind = type("_OfSentinel", (_Tls if settings.encrypted else _Tcp,), limits)
     sentinels = make([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
     for sentinel in sentinels.sentinels:
         sentinel.connection_pool.connection_class = kind

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import exceptions
 from redis.connection import ConnectionPool
@@ -21,6 +21,7 @@ from lmcache_redis.transport.commands import Broken, Command, Received, Refusal,
 from lmcache_redis.transport.connections import direct_socket, take
 from lmcache_redis.transport.wire import WireError, converse
 
+E = TypeVar("E", bound=BaseException)
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.MovedError, "MOVED"),  # before ASK, of which it is a kind
     (exceptions.AskError, "ASK"),
@@ -93,22 +94,25 @@ class Exchanger:
 def _plain(connection: Any, commands: Sequence[Command], deadline: float, replies: list[Reply]) -> None:
     """redis-py's own packing and parsing, with copies."""
     _limit(connection, deadline)
-    packed = [(*command.words, *_value(command), *command.options) for command in commands]
+    packed = [(*command.arguments, *_value(command), *command.options) for command in commands]
     connection.send_packed_command(connection.pack_commands(packed), check_health=False)
     for command in commands:
         # If we cannot reach the socket, it keeps the time-out of the connect; then this enforces the deadline.
         if not _limit(connection, deadline) and not connection.can_read(timeout=left_s(deadline)):
             raise TimeoutError("the deadline has come")
+        connection.reply_bytes_max = command.room_bytes + command.reply_bytes_max
         try:
             value = connection.read_response(disable_decoding=True)
-        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
-            raise WireError(f"redis-py cannot read a reply ({type(error).__name__}: {error})") from error
         except (exceptions.ResponseError, exceptions.BusyLoadingError) as error:
             replies.append(_refusal(error))
             if isinstance(error, exceptions.ConnectionError):  # redis-py has closed the connection
                 replies += [_refusal(error)] * (len(commands) - len(replies))
                 return
             continue
+        except exceptions.ConnectionError as error:
+            if command.into is not None and _cause(error, budget.TooManyBytesError) is not None:
+                replies.append(Received(connection.reply_bytes_max, False))  # and nothing can be read behind it
+            raise
         if command.into is None or value is None:
             replies.append(value)
         elif isinstance(value, bytes):
@@ -151,21 +155,27 @@ def _refusal(error: exceptions.RedisError) -> Refusal:
 
 def broken_by(error: Exception) -> Broken:
     """Why there was no answer, without secrets, and with the cure if only a person can help."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            text = (
-                f"the server's certificate was refused ({cause.verify_message}): {NO_CONNECTION_CURES['certificate']}"
-            )
-            return Broken(text, retryable=False)
-        cause = cause.__cause__ or cause.__context__
+    refused = _cause(error, ssl.SSLCertVerificationError)
+    if refused is not None:
+        return _closed_to_us(f"the server's certificate was refused ({refused.verify_message})", "certificate")
     if isinstance(error, exceptions.AuthenticationError):
-        return Broken(f"the server refused user and password ({error}): {NO_CONNECTION_CURES['user']}", retryable=False)
+        return _closed_to_us(f"the server refused user and password ({error})", "user")
     if isinstance(error, exceptions.NoPermissionError):
-        return Broken(f"the user may not connect ({error}): {NO_CONNECTION_CURES['rights']}", retryable=False)
+        return _closed_to_us(f"the user may not connect ({error})", "rights")
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
         return Broken("no answer in time", late=True)
     if isinstance(error, exceptions.ResponseError):
-        text = f"the server refused the connection ({error}): {NO_CONNECTION_CURES['protocol']}"
-        return Broken(text, retryable=False)
+        return _closed_to_us(f"the server refused the connection ({error})", "protocol")
     return Broken(str(error) or type(error).__name__)
+
+
+def _cause(error: BaseException, kind: type[E]) -> E | None:
+    """The first of this kind that led to the error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kind):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _closed_to_us(text: str, why: str) -> Broken:
+    return Broken(text, retryable=False, cure=NO_CONNECTION_CURES[why])

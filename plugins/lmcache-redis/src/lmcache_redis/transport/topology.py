@@ -17,6 +17,7 @@ from lmcache_redis.transport.commands import Broken, Command, Reply, simple
 from lmcache_redis.transport.connections import Address, address_of, find_primary
 from lmcache_redis.transport.exchange import broken_by
 
+_SLOTS_BYTES_MAX = 4 << 20  # of some thousand ranges with their nodes
 Ask = Callable[[Address, Sequence[Command], float], list[Reply]]
 
 
@@ -130,7 +131,7 @@ class BySlots(Topology):
             if time.monotonic() >= deadline:
                 return Broken("no answer in time", late=True)
             limit = min(deadline, time.monotonic() + self._timeout_s)
-            reply = self._ask(address, [simple("CLUSTER", "SLOTS")], limit)[0]
+            reply = self._ask(address, [simple("CLUSTER", "SLOTS", reply_bytes_max=_SLOTS_BYTES_MAX)], limit)[0]
             if isinstance(reply, list) and reply:
                 try:
                     self._take(reply, address)
@@ -141,32 +142,32 @@ class BySlots(Topology):
             if isinstance(reply, Broken):
                 broken = reply
             else:
-                words = "it owns no slots" if reply == [] else str(getattr(reply, "text", reply))
-                broken = Broken(f"{address} did not return the cluster's slots: {words}", retryable=reply == [])
+                why = "it owns no slots" if reply == [] else str(getattr(reply, "text", reply))
+                broken = Broken(f"{address} did not return the cluster's slots: {why}", retryable=reply == [])
         return broken._replace(late=False)
 
-    def _take(self, ranges: list[Any], asked: Address) -> None:
+    def _take(self, ranges: list[Any], node: Address) -> None:
         slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         primaries: list[Address] = []
         replicas: list[Address] = []
         for first, last, primary, *others in ranges:
             if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS):
                 raise ValueError(f"slots {str(first)[:20]} to {str(last)[:20]}")
-            owner = _node(primary, asked)
+            owner = _node(primary, node)
             slots[first : last + 1] = [owner] * (last + 1 - first)
             primaries.append(owner)
-            replicas += [_node(other, asked) for other in others]
+            replicas += [_node(other, node) for other in others]
         self._slots = slots
         self._primaries = sorted(set(primaries))
         self._known = _distinct([*primaries, *replicas])
 
 
-def _node(entry: Sequence[Any], asked: Address) -> Address:
+def _node(entry: Sequence[Any], node: Address) -> Address:
     """A node without a known host is the one that was asked. Raises `ValueError` for an invalid node."""
     host = entry[0].decode() if isinstance(entry[0], bytes) else (entry[0] or "")
     if not isinstance(host, str) or not isinstance(entry[1], int) or not 0 < entry[1] < 65536:
         raise ValueError(f"a node at {str(host)[:80]!r}, port {str(entry[1])[:20]}")
-    return Address(host if host and host != "?" else asked.host, entry[1])
+    return Address(host if host and host != "?" else node.host, entry[1])
 
 
 def _distinct(addresses: Iterable[Address]) -> list[Address]:

@@ -34,17 +34,17 @@ def converse(channel: Channel, commands: Sequence[Command], replies: list[Reply]
     `OSError`, `TimeoutError` or `WireError`: the stream is then in the middle of something."""
     rooms = [command.room_bytes for command in commands]
     stream = Replies(channel)
-    asked = owed = 0
+    sent = owed = 0
     for position, command in enumerate(commands):
         # Not before half has arrived: a send for each object would cost more than it gains.
-        if asked < len(commands) and (asked < position + OWED_MIN or owed <= OWED_BYTES_MAX // 2):
-            first = asked
-            while asked < len(commands) and (
-                asked < position + OWED_MIN or owed + rooms[asked] <= OWED_BYTES_MAX or not rooms[asked]
+        if sent < len(commands) and (sent < position + OWED_MIN or owed <= OWED_BYTES_MAX // 2):
+            first = sent
+            while sent < len(commands) and (
+                sent < position + OWED_MIN or owed + rooms[sent] <= OWED_BYTES_MAX or not rooms[sent]
             ):
-                owed += rooms[asked]
-                asked += 1
-            channel.send_all([*_joined(commands[first:asked], channel.join_bytes_max)])
+                owed += rooms[sent]
+                sent += 1
+            channel.send_all([*_joined(commands[first:sent], channel.join_bytes_max)])
         replies.append(stream.read(command, rooms[position]))
         owed -= rooms[position]
     stream.finish()
@@ -57,11 +57,11 @@ def _joined(commands: Sequence[Command], copy_bytes_max: int) -> Iterator[memory
     """The stream in parts: framing is joined across commands, payloads stay separate unless they are small."""
     pending = bytearray()
     for command in commands:
-        arguments = [*command.words]
+        arguments = [*command.arguments]
         count = len(arguments) + bool(command.payload) + len(command.options)
         pending += b"*%d\r\n" % count
-        for word in arguments:
-            pending += b"$%d\r\n%b\r\n" % (len(word), word)
+        for argument in arguments:
+            pending += b"$%d\r\n%b\r\n" % (len(argument), argument)
         if command.payload:
             pending += b"$%d\r\n" % command.payload_bytes
             for part in command.payload:
@@ -72,8 +72,8 @@ def _joined(commands: Sequence[Command], copy_bytes_max: int) -> Iterator[memory
                     yield part.cast("B")
                     pending = bytearray()
             pending += _END
-        for word in command.options:
-            pending += b"$%d\r\n%b\r\n" % (len(word), word)
+        for argument in command.options:
+            pending += b"$%d\r\n%b\r\n" % (len(argument), argument)
     if pending:
         yield memoryview(pending)
 

@@ -78,17 +78,17 @@ class Account:
         step = math.ceil(math.log2(min(max(left_s, 0.5), TIMEOUT_MAX_S)))
         with budget.locked(self._lock):
             if step not in self._clients:
-                self._clients[step] = in_words(lambda: self._make_client(2.0**step))
+                self._clients[step] = translated(lambda: self._make_client(2.0**step))
             return self._clients[step]
 
     def credentials(self) -> Any:
         """Frozen credentials, refreshed by botocore when they are about to expire."""
         with budget.locked(self._lock):
-            session = in_words(self._open)
-            found = in_words(session.get_credentials)
+            session = translated(self._open)
+            found = translated(session.get_credentials)
         if found is None:
-            raise LinkError(NO_CREDENTIALS, retryable=False)
-        return in_words(found.get_frozen_credentials)
+            raise LinkError(NO_CREDENTIALS, retryable=False, cure=CREDENTIALS_CURE)
+        return translated(found.get_frozen_credentials)
 
     def endpoint(self) -> Endpoint:
         """Raises `DirectError` if the service needs something that only boto3 can do."""
@@ -98,7 +98,7 @@ class Account:
         client = self.client(time.monotonic() + TIMEOUT_MAX_S)
         # What boto3 would request, from its public API: host, path and the scope of the signature.
         arguments = {"Bucket": self._settings.bucket, "Key": "K"}
-        url = in_words(lambda: client.generate_presigned_url("get_object", Params=arguments, ExpiresIn=60))
+        url = translated(lambda: client.generate_presigned_url("get_object", Params=arguments, ExpiresIn=60))
         self._endpoint = endpoint_of(url)
         return self._endpoint
 
@@ -110,7 +110,7 @@ class Account:
             context.verify_mode = ssl.CERT_NONE
             return context
         with budget.locked(self._lock):
-            bundle = self._settings.ca_bundle or in_words(self._open)._session.get_config_variable("ca_bundle")
+            bundle = self._settings.ca_bundle or translated(self._open)._session.get_config_variable("ca_bundle")
         if bundle is None:
             from botocore.httpsession import get_cert_path
 
@@ -119,7 +119,7 @@ class Account:
             return ssl.create_default_context(cafile=str(bundle))
         except (OSError, ssl.SSLError) as error:
             raise LinkError(
-                f"the certificates in {bundle} cannot be read ({error}): correct ca_bundle", False
+                f"the certificates in {bundle} cannot be read ({error})", False, cure="correct ca_bundle"
             ) from error
 
     def proxy(self, endpoint: Endpoint) -> Proxy | None:
@@ -134,8 +134,8 @@ class Account:
         if parts.username is not None:
             from urllib3.util import make_headers
 
-            word = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers = make_headers(proxy_basic_auth=word)
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers = make_headers(proxy_basic_auth=login)
             headers = {"Proxy-Authorization": headers["proxy-authorization"]}
         return Proxy(parts.hostname or "", parts.port or 80, headers)
 
@@ -164,8 +164,8 @@ class Account:
     def _open(self) -> Any:
         if self._session is None:
             key, secret, token = (
-                word.get_secret_value() if word else None
-                for word in (
+                credential.get_secret_value() if credential else None
+                for credential in (
                     self._settings.access_key_id,
                     self._settings.secret_access_key,
                     self._settings.session_token,
@@ -203,13 +203,14 @@ class Account:
         return client
 
 
-NO_CREDENTIALS = (
-    "no credentials were found: set access_key_id and secret_access_key, a profile, AWS_ACCESS_KEY_ID and "
+NO_CREDENTIALS = "no credentials were found"
+CREDENTIALS_CURE = (
+    "set access_key_id and secret_access_key, a profile, AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY, or give this machine a role"
 )
 
 
-def in_words(call: Callable[[], T]) -> T:
+def translated(call: Callable[[], T]) -> T:
     """The call's result; boto3's exceptions become a `LinkError`."""
     try:
         return call()
@@ -224,9 +225,9 @@ def link_error(error: BotoCoreError) -> LinkError:
     from botocore import exceptions
 
     if isinstance(error, exceptions.NoCredentialsError):
-        return LinkError(NO_CREDENTIALS, retryable=False)
+        return LinkError(NO_CREDENTIALS, retryable=False, cure=CREDENTIALS_CURE)
     if isinstance(error, exceptions.SSLError):
-        return LinkError(f"{error}: give the service's certificates as ca_bundle", retryable=False)
+        return LinkError(str(error), retryable=False, cure="give the service's certificates as ca_bundle")
     # Failed connections, and missing credentials from an endpoint, may work later.
     passing = (
         exceptions.ConnectionError,

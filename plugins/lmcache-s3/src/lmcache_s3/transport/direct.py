@@ -85,7 +85,7 @@ class DirectTransport(Transport):
         except StaleError as error:
             raise LinkError(f"{self._base} closes its connections") from error
         except (OSError, WireError) as error:
-            raise self._in_words(error) from error
+            raise self._translated(error) from error
 
     def _once(
         self,
@@ -130,19 +130,17 @@ class DirectTransport(Transport):
         if signed.get("X-Amz-Content-SHA256") != UNSIGNED or "AWS4-HMAC-SHA256" not in signed.get("Authorization", ""):
             raise DirectError("botocore's signer has changed: it does not sign what it is told")
 
-    def _in_words(self, error: Exception) -> LinkError:
+    def _translated(self, error: Exception) -> LinkError:
         where = self._base if self._proxy is None else f"{self._base} through {self._proxy.host}:{self._proxy.port}"
         if isinstance(error, TimeoutError):
             return LinkError(f"{where} did not answer in time")
         if isinstance(error, ssl.SSLCertVerificationError):
-            words = (
-                f"the certificate of {where} is not trusted ({error.verify_message}): give its authority as ca_bundle"
-            )
-            return LinkError(words, retryable=False)
+            message = f"the certificate of {where} is not trusted ({error.verify_message})"
+            return LinkError(message, retryable=False, cure="give its authority as ca_bundle")
         if isinstance(error, ConnectionRefusedError):
-            return LinkError(f"nobody listens at {where}: is the service up, and endpoint_url right?")
+            return LinkError(f"nobody listens at {where}", cure="is the service up, and endpoint_url right?")
         if isinstance(error, socket.gaierror):
             return LinkError(
-                f"the name of {where} is not known ({error.strerror}): correct endpoint_url or the resolver"
+                f"the name of {where} is not known ({error.strerror})", cure="correct endpoint_url or the resolver"
             )
         return LinkError(f"the connection to {where} broke ({type(error).__name__}: {error})")

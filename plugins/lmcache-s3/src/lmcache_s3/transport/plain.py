@@ -11,7 +11,7 @@ from urllib3.exceptions import HTTPError
 
 from lmcache_s3.errors import Answer, LinkError
 from lmcache_s3.settings import S3Settings
-from lmcache_s3.transport.account import Account, in_words, link_error
+from lmcache_s3.transport.account import Account, link_error, translated
 from lmcache_s3.transport.payloads import Condition, Span, Transport
 
 _READ_BYTES = 1 << 20
@@ -44,12 +44,12 @@ class PlainTransport(Transport):
         result, answer = called(lambda: self._account.client(deadline).get_object(**self._place(name), **arguments))
         if result is None:
             return answer
-        body, said = result["Body"], result.get("ContentLength")
-        length = None if said is None else int(said)  # a service may send a body up to its end
+        body, declared = result["Body"], result.get("ContentLength")
+        length = None if declared is None else int(declared)  # a service may send a body up to its end
         try:
             if length is not None and length > sum(view.nbytes for view in buffers):
                 return answer._replace(nbytes=length)
-            return answer._replace(nbytes=in_words(lambda: _read(body, length, buffers, deadline)))
+            return answer._replace(nbytes=translated(lambda: _read(body, length, buffers, deadline)))
         finally:
             body.close()
 
@@ -88,12 +88,12 @@ def called(call: Callable[[], Any]) -> tuple[Any, Answer]:
         result = call()
     except ClientError as error:
         about = error.response.get("ResponseMetadata", {})
-        told = error.response.get("Error", {})
+        details = error.response.get("Error", {})
         headers = {name.lower(): value for name, value in about.get("HTTPHeaders", {}).items()}
-        status, code = int(about.get("HTTPStatusCode", 0)), str(told.get("Code", ""))
+        status, code = int(about.get("HTTPStatusCode", 0)), str(details.get("Code", ""))
         if code == str(status) or code.isdigit():
             code = ""  # botocore's text for an answer without a body
-        return None, Answer(status, headers, 0, code, str(told.get("Message", "")))
+        return None, Answer(status, headers, 0, code, str(details.get("Message", "")))
     except BotoCoreError as error:
         raise link_error(error) from error
     except (HTTPError, OSError) as error:  # of urllib3, while the body of a refusal is read

@@ -154,8 +154,8 @@ class Stream:
 
     def read_text(self, bytes_max: int, deadline: float) -> bytes:
         """The body, or the beginning of one that is longer than `bytes_max`."""
-        unsaid = self._chunked or self._body_left < 0
-        text = memoryview(bytearray(bytes_max if unsaid else min(bytes_max, self._body_left)))
+        open_ended = self._chunked or self._body_left < 0
+        text = memoryview(bytearray(bytes_max if open_ended else min(bytes_max, self._body_left)))
         if not self._chunked and self._body_left > bytes_max:
             self._fill([text], deadline)
             return bytes(text)
@@ -249,10 +249,10 @@ def _head_of(lines: Sequence[bytes], method: str) -> Head:
         key, text = name.decode("ascii").lower(), value.strip(b" \t").decode("latin-1")
         headers[key] = f"{headers[key]}, {text}" if key in headers else text
     code = int(status[2])
-    connection = {word.strip().lower() for word in headers.get("connection", "").split(",")}
+    connection = {part.strip().lower() for part in headers.get("connection", "").split(",")}
     keeps = "close" not in connection and (status[1] == b"1" or "keep-alive" in connection)
-    lengths = {word.strip() for word in headers["content-length"].split(",")} if "content-length" in headers else set()
-    if len(lengths) > 1 or not all(word.isascii() and word.isdigit() and len(word) < 19 for word in lengths):
+    lengths = {part.strip() for part in headers["content-length"].split(",")} if "content-length" in headers else set()
+    if len(lengths) > 1 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in lengths):
         raise WireError(f"the length of an answer reads {headers['content-length'][:40]!r}")
     coding = headers.get("transfer-encoding", "").strip().lower()
     if method == "HEAD" or code < 200 or code in (204, 304) or (method == "CONNECT" and code < 300):

@@ -1,0 +1,1 @@
+"""Wrappers around an adapter: slow, faulty, or recorded."""
