@@ -10,9 +10,9 @@ import pytest
 from lmcache_core import Finding
 from lmcache_core.cli.main import main
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.checking import server_findings
+from lmcache_testing.processes import ServerProcess
 
 NAMESPACE = Namespace("m", Layout("uint8", (4096,)))
 
@@ -29,11 +29,17 @@ def test_it_says_what_engines_missed_and_in_which_namespace() -> None:
         assert "none" in said["misses"].message
         client.lookup([bytes([at]) * 32 for at in range(3)], namespace=NAMESPACE, prefix=False)
         said = by_subject(list(server_findings(client.status())))
-        row = said[f"namespace {NAMESPACE.id:016x}"]
-        assert row.message.startswith("0 of 3 blocks")
+        row = said[f"namespace {NAMESPACE.id:016x}, {NAMESPACE.public_label}"]
+        assert row.message.startswith("0 of 3 keys were found")
         assert "logs" in row.cure
         assert "3 blocks missed" in said["misses"].message
         assert "never stored" in said["misses"].message
+        assert "none" in said["prompts"].message
+        client.count_prompt(640, 512, not_asked=[128])  # as the scheduler's side does, without a call
+        said = by_subject(list(server_findings(client.status())))
+        assert said["prompts"].message.startswith("512 of 640 tokens were found (80.0%), in 1 lookup")
+        row = said[f"namespace {NAMESPACE.id:016x}, {NAMESPACE.public_label}"]
+        assert (row.message, row.cure) == ("512 of 640 tokens were found", "")
 
 
 def test_another_version_of_the_server_is_a_fault() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 import pytest
 import zmq
 
 from lmcache_core.client.engine_blocks import EngineBlocks
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -22,17 +20,12 @@ kv_events = pytest.importorskip("vllm.distributed.kv_events")
 SPACE = Namespace("kv", Layout("uint8", (4096,)))
 
 
-def test_vllm_reads_what_the_server_publishes(tmp_path: Path) -> None:
-    registry = load_plugins()
+def test_vllm_reads_what_the_server_publishes(start: Callable[..., Server], tmp_path: Path) -> None:
     table = {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-    settings = make_settings(
-        registry, name=f"kv-{uuid4().hex[:10]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20, "backing": "memfd"}, subscribers={"kv_events": table},
-    )  # fmt: skip
     hashes = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
     context = zmq.Context()
-    with Server(settings, registry) as server, server.connect() as client:
-        assert server.populator.wait(60)
+    server = start(l1={"backing": "memfd"}, subscribers={"kv_events": table})
+    with server.connect() as client:
         blocks = EngineBlocks(hashes, 16, lora_name="tuned", group=0)
         assert client.store(hashes, [bytes(4096)] * 4, namespace=SPACE, blocks=blocks).stored == 4
         client.clear(SPACE)

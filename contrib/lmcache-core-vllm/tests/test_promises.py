@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.find import group_lookups
 from lmcache_core.client.results import Status
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
-from lmcache_core_vllm import lookups, scheduler
+from lmcache_core_vllm import scheduler
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -30,6 +27,7 @@ from lmcache_core_vllm.scheduler import SchedulerSide
 from lmcache_core_vllm.steps import Blocks, Load, Step
 from lmcache_core_vllm.tensors import layer_regions
 from lmcache_core_vllm.worker import WorkerSide
+from lmcache_testing.waiting import until
 
 torch = pytest.importorskip("torch")
 BLOCK, BYTES, BLOCKS = 16, 64 << 10, 8
@@ -46,6 +44,8 @@ class Request:
     num_tokens: int = BLOCKS * BLOCK + 1
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
     block_hashes: list[bytes] = field(default_factory=lambda: [bytes([at]) * 32 for at in range(BLOCKS)])
 
     @property
@@ -118,19 +118,9 @@ class Engine:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    registry = load_plugins()
-    settings = make_settings(
-        registry,
-        name=f"promises-{uuid4().hex[:8]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": POOL, "backing": "memfd"},
-        l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}},
-    )
-    with Server(settings, registry) as running:
-        assert running.populator.wait(60)
-        yield running
+def server(start: Callable[..., Server], tmp_path: Path) -> Server:
+    disk = {"type": "fs", "path": str(tmp_path / "disk")}
+    return start(l1={"size_bytes": POOL, "backing": "memfd"}, l2={"disk": disk})
 
 
 @pytest.fixture(params=["async", "sync"])
@@ -294,7 +284,7 @@ def test_the_boundary_is_where_the_tiers_have_what_every_group_needs(
 
 
 def test_a_window_far_from_the_end_is_found_frame_by_frame(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "BATCH_KEYS_MAX", 3)
+    monkeypatch.setattr(group_lookups, "BATCH_KEYS_MAX", 3)
     for block in (3, 5, 7):
         drop(engine, 1, block)
     engine.client.clear()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,13 @@ import pytest
 import zmq
 
 from lmcache_core.client.client import Client
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 from lmcache_core_vllm import messages
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.messages import Messages
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts, namespaces_of
 from lmcache_core_vllm.reports import Reports
+from lmcache_testing.embedded import Json
 
 HASHING = Hashing("sha256", "0")
 FULL, WINDOW = Group(0, Kind.FULL, 32, 2), Group(1, Kind.WINDOW, 16, 1, 33)
@@ -35,27 +33,21 @@ HASHES = [bytes([number]) * 32 for number in range(1, 13)]
 class Request:
     block_hashes: list[bytes] = field(default_factory=lambda: HASHES)
     all_token_ids: list[int] = field(default_factory=lambda: list(range(12 * 16)))
-    lora_request: Any = None
+    lora_request: object = None
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(start: Callable[..., Server], tmp_path: Path) -> Server:
     table = {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": f"ipc://{tmp_path}/kr", "token_ids": True}
-    settings = make_settings(
-        load_plugins(), name=f"r{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "r"), state_dir=str(tmp_path / "s"),
-        l1={"size_bytes": 16 << 20, "backing": "memfd"}, subscribers={"kv_events": table | {"hashes": "bytes"}},
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as running:
-        assert running.populator.wait(60)
-        yield running
+    return start(l1={"backing": "memfd"}, subscribers={"kv_events": table | {"hashes": "bytes"}})
 
 
-def told(server: Server, count: int) -> list[dict[str, Any]]:
+def told(server: Server, count: int) -> list[Json]:
     """The first so many events."""
-    heard: list[dict[str, Any]] = []
+    heard: list[Json] = []
     deadline = time.monotonic() + 60
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.connect(server.settings.subscribers["kv_events"].replay_endpoint)
+        dealer.connect(server.parts.settings.subscribers["kv_events"].replay_endpoint)
         while len(heard) < count:
             assert time.monotonic() < deadline, f"only {heard}"
             dealer.send_multipart([b"", bytes(8)])
@@ -71,7 +63,7 @@ def reports(client: Client, token_ids: bool = False) -> Reports:
 
 def store(client: Client, group: Group, blocks: list[int]) -> None:
     space = SPACES[group.number]
-    keys = HASHING.keys([group.block_hashes(HASHES, each, each + 1)[0] for each in blocks], space)
+    keys = HASHING.keys(group.block_hashes(HASHES, blocks), space)
     assert client.store(keys, [bytes(4096)] * len(keys), namespace=space).stored == len(keys)
 
 
@@ -115,10 +107,10 @@ class Slow:
     """A server that hears of one report, and no more for now."""
 
     wants_blocks: bool = True
-    calls: list[Any] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
     answer: Callable[[], object] = lambda: None
 
-    def report_block_allocation(self, keys: Any, blocks: Any, *, namespace: Any) -> int:
+    def report_block_allocation(self, keys: object, blocks: object, *, namespace: object) -> int:
         self.calls.append(keys)
         self.answer()
         return len(keys)
@@ -141,15 +133,21 @@ def test_a_server_that_does_not_ask_is_told_nothing() -> None:
     assert client.calls == []
 
 
-def test_a_client_knows_whether_its_server_asks_for_blocks(server: Server, tmp_path: Path) -> None:
+def test_a_client_knows_whether_its_server_asks_for_blocks(server: Server, start: Callable[..., Server]) -> None:
     with server.connect() as client:
         client.ping()
         assert client.wants_blocks
-    settings = make_settings(
-        load_plugins(), name=f"q{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "q"), state_dir=str(tmp_path / "qs"),
-        l1={"size_bytes": 4 << 20, "backing": "memfd"},
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as other, other.connect() as client:
+    with start(l1={"size_bytes": 4 << 20, "backing": "memfd"}).connect() as client:
         assert not client.wants_blocks
         client.ping()
         assert not client.wants_blocks
+
+
+def test_labels_say_model_dtypes_weights_shard_and_group() -> None:
+    facts = (("cache_dtype", "fp8"), ("dtype", "torch.bfloat16"))
+    groups = (GroupFacts(facts, 4096), GroupFacts((*facts, ("layers", "2")), 4096))
+    spaces = namespaces_of(RankFacts("/models/llama-3-8b", "rev1", (1, 2), True, groups), "salt")
+    whole = [each.public_label for each in spaces]
+    assert whole == [f"/models/llama-3-8b/bfloat16/fp8@rev1 1/2 group {number}" for number in (0, 1)]
+    (plain,) = namespaces_of(RankFacts("m\x1b", "", (0, 1), True, (GroupFacts((("cache_dtype", "auto"),), 4096),)), "")
+    assert plain.public_label == "m_"

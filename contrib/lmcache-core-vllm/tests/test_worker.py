@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
 from lmcache_core_vllm.steps import Blocks, Load, Step
 from lmcache_core_vllm.tensors import layer_regions
+from lmcache_core_vllm.weights import Weights
 from lmcache_core_vllm.worker import WorkerSide
+from lmcache_testing.processes import ServerProcess
 
 torch = pytest.importorskip("torch")
 BLOCKS, BYTES = 16, 4096
 HASHING = Hashing("sha256", "0")
+WEIGHTS = Weights("m", "", "", "")
 # Waits for as long as it takes: no test asks how busy the machine is.
 SETTINGS = ConnectorConfig(step_wait_s=20, load_timeout_s=20, lookup_timeout_s=20)
 
@@ -223,6 +228,13 @@ def test_the_null_block_is_neither_read_nor_written(rank: Rank) -> None:
     assert all(bool((each[0] == 77).all()) for each in rank.memory)
 
 
+def test_the_first_save_is_waited_for_however_little_patience_steps_have(client: Client) -> None:
+    """Server and engine have just started: whoever tries the cache with one prompt would find nothing."""
+    rank = Rank(client, 1, "patient", settings={"step_wait_s": 1e-9})
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+    assert rank.side.counters.take()["save_blocks"] == 4
+
+
 def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess) -> None:
     with Client.connect("nobody", runtime_dir=server.directory / "nowhere") as client:
         rank = Rank(client, 1, "")
@@ -233,3 +245,47 @@ def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess)
             {"a"},
             {1, 2},
         )
+
+
+def test_a_load_that_meets_the_engines_sleep_writes_nothing_more_and_is_told_of_after_it(
+    server: ServerProcess, rank: Rank, client: Client
+) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 3, 2, 9])))
+    kept = [each[[1, 3, 2, 9]].clone() for each in rank.memory]
+    space = rank.side.namespaces[0]
+    keys = HASHING.keys(hashes(3, 4), space)
+    found = client.lookup(keys, namespace=space, identify=True)
+    assert client.drop(keys, namespace=space, incarnations=found.incarnations) == 1
+    os.kill(server.pid, signal.SIGSTOP)  # the load waits for what it has to say about the last block
+    try:
+        rank.side.start_loads(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8]), 1)]))
+        (loading,) = rank.side.loading.values()
+        assert loading.job is not None
+        assert not loading.job.done()
+        rank.side.unregister()
+        assert loading.job.done()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    for each in rank.memory:
+        each.zero_()
+    rank.side.unregister()  # once more changes nothing
+    assert rank.side.sleeps
+    assert rank.load(Step(HASHING, loads=[Load("b", False, blocks(rank, [10, 11, 12, 13]), 2)]))[1] == {"a", "b"}
+    assert not any(each.any() for each in rank.memory)
+    assert rank.side.counters.take()["load_cancelled_requests"] == 1
+    rank.side.restore(WEIGHTS)
+    assert not rank.side.sleeps
+    first = [Blocks(group, hashes(0, 3), [5, 6, 7]) for group in range(len(rank.memory))]
+    assert rank.load(Step(HASHING, loads=[Load("c", False, first, 3)])) == ({"c"}, set(), set())
+    for each, before in zip(rank.memory, kept, strict=True):
+        assert torch.equal(each[[5, 6, 7]], before[:3])
+
+
+def test_an_engine_that_wakes_with_other_weights_finds_nothing_of_the_former(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 3, 2, 9])))
+    rank.side.unregister()
+    rank.side.restore(replace(WEIGHTS, version="2"))
+    assert rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8]))]))[1] == {"a"}
+    rank.side.unregister()
+    rank.side.restore(WEIGHTS)
+    assert rank.load(Step(HASHING, loads=[Load("b", False, blocks(rank, [5, 6, 7, 8]))]))[1] == set()

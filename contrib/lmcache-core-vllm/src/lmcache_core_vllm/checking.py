@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core import Finding, __version__
-from lmcache_core.client.client import Client
+from lmcache_core import Client, Finding, __version__
 from lmcache_core.errors import CacheError
+from lmcache_core.observe.readable import found_in
+from lmcache_core_vllm import versions
 
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings
@@ -32,6 +33,7 @@ REASONS = {
     "damaged": ("they were damaged, and have been dropped", "check for failing memory or disks"),
     "writer_died": ("an engine ended while it stored them", ""),
     "being_written": ("an engine is storing them", ""),
+    "not_asked": ("the index had no such block, and the server did not answer", "see lookup_timeouts of the engine"),
     "other_layout": (
         "they were stored with another block size",
         "start the engines with the same vLLM, model and options",
@@ -72,8 +74,11 @@ def connector_finding() -> Finding:
     except subprocess.TimeoutExpired:
         return Finding(True, subject, f"vLLM {vllm} was still being imported after {IMPORT_S:.0f} s", "try again")
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Finding(False, subject, f"vLLM {vllm}: {said[-1]}", "install vLLM 0.32 or later in this environment")
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Finding(False, subject, f"vLLM {vllm}: {lines[-1]}", versions.CURE)
+    why = versions.refusal(vllm)
+    if why:
+        return Finding(False, subject, why.removesuffix(f": {versions.CURE}"), versions.CURE)
     return Finding(True, subject, f"can be imported, with vLLM {vllm}")
 
 
@@ -83,13 +88,17 @@ def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     if server["version"] == __version__:
         yield Finding(True, "server", f"{server['name']!r} runs, version {__version__}, pid {server['pid']}")
     else:
-        said = f"{server['name']!r} has version {server['version']}, and this environment {__version__}"
-        yield Finding(False, "server", said, "install one version of lmcache-core on both sides")
+        versions = f"{server['name']!r} has version {server['version']}, and this environment {__version__}"
+        yield Finding(False, "server", versions, "install one version of lmcache-core on both sides")
     sizes = ", ".join(f"{each['slot_bytes']:,}" for each in l1["classes"]) or "none yet"
     used = f"{l1['used_bytes'] >> 20:,} of {l1['pool_bytes'] >> 20:,} MiB in use"
     yield Finding(True, "pool", f"{used}; bytes of its objects' slots: {sizes}")
     yield _engines(status)
-    yield from _namespaces(status["traffic"]["namespaces"])
+    yield _prompts(status["traffic"]["lookups"])
+    for name, why in status.get("namespaces_refused", {}).items():  # a server of another version has none
+        message, _, cure = why.rpartition(": ")
+        yield Finding(False, f"namespace {name}", f"nothing of it is cached: {message}", cure)
+    yield from _namespaces(status["traffic"]["namespaces"], status["namespaces"])
     yield from _misses(status["traffic"]["lookups"])
 
 
@@ -102,22 +111,34 @@ def _engines(status: Mapping[str, Any]) -> Finding:
     return Finding(True, "engines", "none is connected to this server", cure)
 
 
-def _namespaces(rows: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
+def _prompts(lookups: Mapping[str, Any]) -> Finding:
+    """What engines asked for, and what was found, whoever found it."""
+    found, tokens = lookups["hit_tokens"], lookups["tokens"]
+    if not tokens:
+        return Finding(True, "prompts", "none of an engine was looked up since the server started")
+    hits = f"{found:,} of {tokens:,} tokens were found ({found / tokens:.1%})"
+    return Finding(True, "prompts", f"{hits}, in {lookups['prompts']:,} lookups of engines")
+
+
+def _namespaces(rows: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """For each namespace: whether engines look up what engines have stored."""
-    asked = {name: row for name, row in rows.items() if row["lookup_keys"]}
+    used = {name: row for name, row in rows.items() if name != "other"}
+    used = {name: row for name, row in used.items() if row["lookup_keys"] or row["prompt_tokens"]}
     compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/engines/vllm.md"
-    for name, row in list(asked.items())[:NAMESPACES_SHOWN]:
-        said = f"{row['lookup_hits']:,} of {row['lookup_keys']:,} blocks that the index did not answer for were found"
-        yield Finding(True, f"namespace {name}", said, "" if row["lookup_hits"] else compare)
-    if not asked:
-        yield Finding(True, "namespaces", "nothing was looked up that the index could not answer")
+    for name, row in list(used.items())[:NAMESPACES_SHOWN]:
+        message = f"{found_in(row)} were found"
+        label = known[name]["label"] if name in known else ""
+        subject = f"namespace {name}, {label}" if label else f"namespace {name}"
+        yield Finding(True, subject, message, "" if row["prompt_hit_tokens"] or row["lookup_hits"] else compare)
+    if not used:
+        yield Finding(True, "namespaces", "nothing was looked up")
 
 
 def _misses(lookups: Mapping[str, Any]) -> Iterator[Finding]:
     by_count = sorted(lookups["misses"].items(), key=lambda each: -each[1])
     for reason, count in by_count:
         meaning, cure = REASONS.get(reason, ("", ""))
-        said = f"{count:,} blocks missed since the server started: {reason.replace('_', ' ')}"
-        yield Finding(True, "misses", said + (f" ({meaning})" if meaning else ""), cure)
+        message = f"{count:,} blocks missed since the server started: {reason.replace('_', ' ')}"
+        yield Finding(True, "misses", message + (f" ({meaning})" if meaning else ""), cure)
     if not by_count:
         yield Finding(True, "misses", "none since the server started")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,9 +15,11 @@ class ConnectorConfig:
     """Settings of one engine, with their defaults.
 
     `server`, `runtime_dir`, `address`: which server, as `Client.connect` takes them. `model`, `weights_version`: names
-    of the model and of the state of its weights. Needed if the engine's own (its path or repository, and its revision)
-    do not distinguish them, or differ between machines that should share. `salt`: a secret; engines with another share
-    nothing.
+    of the model and of the state of its weights, instead of what the connector finds: a repository and its commit, or
+    the content of the files. `weights_fingerprint`: how it tells files apart, those of LoRA adapters too: by "samples"
+    of each tensor, by the "whole" content, or not at all, "off". `salt`: a secret; engines with another share nothing.
+
+    `kv_shards`: store KV in so many shards of heads, whatever the tensor-parallel size; 0: as the ranks have it.
 
     `load`: "async" (between steps) or "sync" (within the step that needs it). `load_timeout_s`: how long one load may
     take; blocks that are not there by then are computed. `lookup_timeout_s`: how long a request waits for the server to
@@ -25,12 +27,15 @@ class ConnectorConfig:
     most, beside synchronous loads. `retry_s`: the longest pause after a call that the server did not answer in time; 50
     ms at first.
 
+    `prefill_timeout_s`: if another engine computes a request's prompt (`kv_transfer_params`), how long to wait for its
+    next block; what has not come by then is computed.
+
     `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves may wait for the
     server's answer; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep busy
     on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or "always".
     `copy_threads`: as `Client.connect` takes it. `report_token_ids`: if the server publishes KV events, report the
-    tokens of each block beside its hash. Tokens are content. `unproven_ok`: serve engines whose KV lies on a GPU, which
-    no test of this package has run with.
+    tokens of each block beside its hash. Tokens are content. `unproven_ok`: serve engines whose KV lies on a GPU, and
+    versions of vLLM, which no test of this package has run with.
     """
 
     server: str = "default"
@@ -38,12 +43,15 @@ class ConnectorConfig:
     address: str | None = None
     model: str = ""
     weights_version: str = ""
+    weights_fingerprint: str = "samples"
     salt: str = ""
+    kv_shards: int = 0
     load: str = "async"
     load_timeout_s: float = 5.0
     lookup_timeout_s: float = 1.0
     step_wait_s: float = 0.004
     retry_s: float = 1.0
+    prefill_timeout_s: float = 10.0
     save_generated: bool = True
     saves_in_flight: int = 8
     store_cpu_share: float = 0.1
@@ -53,28 +61,35 @@ class ConnectorConfig:
     unproven_ok: bool = False
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> ConnectorConfig:
-        """Raises `SettingsError` that names the setting and says what to give."""
-        kinds = {field.name: field.default for field in fields(cls)}
+    def parse(
+        cls, given: Mapping[str, Any], where: str = "kv_connector_extra_config", known: Sequence[str] = ()
+    ) -> ConnectorConfig:
+        """`where`: the name of the dictionary; `known`: the settings that it may have, empty for all. Raises
+        `SettingsError` that names the setting and says what to give."""
+        kinds = {field.name: field.default for field in fields(cls) if not known or field.name in known}
         for name, value in given.items():
             if name not in kinds:
                 near = difflib.get_close_matches(name, kinds, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(kinds)}"
-                raise SettingsError(f"kv_connector_extra_config has no setting {name!r}: {hint}")
-            _check_kind(name, value, kinds[name])
+                raise SettingsError(f"{where} has no setting {name!r}: {hint}")
+            _check_kind(f"{where}: {name}", value, kinds[name])
         made = cls(**given)
-        _check_choice("load", made.load, ("async", "sync"))
-        _check_choice("verify", made.verify, ("never", "first", "always"))
+        _check_choice(f"{where}: load", made.load, ("async", "sync"))
+        _check_choice(f"{where}: weights_fingerprint", made.weights_fingerprint, ("samples", "whole", "off"))
+        _check_choice(f"{where}: verify", made.verify, ("never", "first", "always"))
+        if type(made.kv_shards) is not int or made.kv_shards < 0:
+            raise SettingsError(f"{where}: kv_shards is {made.kv_shards!r}: give a number of shards, or 0 for none")
         for name in (
             "load_timeout_s",
             "lookup_timeout_s",
             "step_wait_s",
             "retry_s",
+            "prefill_timeout_s",
             "saves_in_flight",
             "store_cpu_share",
         ):
             if getattr(made, name) <= 0:
-                raise SettingsError(f"kv_connector_extra_config: {name} must be positive, got {getattr(made, name)}")
+                raise SettingsError(f"{where}: {name} must be positive, got {getattr(made, name)}")
         return made
 
 
@@ -86,9 +101,9 @@ def _check_kind(name: str, value: object, default: object) -> None:
     else:
         good, wanted = isinstance(value, str), "a string"
     if not good:
-        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}: give {wanted}")
+        raise SettingsError(f"{name} is {value!r}: give {wanted}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}: use {' or '.join(map(repr, choices))}")
+        raise SettingsError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")

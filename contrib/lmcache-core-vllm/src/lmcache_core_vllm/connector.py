@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,9 +29,11 @@ from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group
 from lmcache_core_vllm.namespaces import GroupFacts, RankFacts
 from lmcache_core_vllm.scheduler import SchedulerSide
+from lmcache_core_vllm.shards import Part, parts_of
 from lmcache_core_vllm.stats import ConnectorMetrics, ConnectorStats
 from lmcache_core_vllm.steps import Step
-from lmcache_core_vllm.tensors import layer_regions
+from lmcache_core_vllm.tensors import dtype_of, layer_regions
+from lmcache_core_vllm.weights import Weights, weights_of
 from lmcache_core_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -47,9 +51,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as above
-    """A worker's facts, as vLLM sends them to the scheduler."""
+    """A worker's facts, as vLLM sends them to the scheduler: of each shard that it holds."""
 
-    rank: RankFacts
+    shards: list[RankFacts]
 
 
 class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -60,12 +64,15 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        facts.check_supported(vllm_config)
         self._settings = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        facts.check_version(vllm.__version__, unproven_ok=self._settings.unproven_ok)
+        facts.check_supported(vllm_config)
         self._groups = facts.groups_of(vllm_config, kv_cache_config)
+        if self._settings.kv_shards:
+            facts.check_shards_of(self._settings.kv_shards, vllm_config, kv_cache_config, self._groups)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
-        self._rank: RankFacts | None = None
+        self._kv_cache_manager: Any = None  # vLLM binds its scheduler's; a connector around this one may not pass it on
         self._invalid: set[int] = set()
         self._handled: BaseException | None = None  # called by the engine when a step begins
         if role is KVConnectorRole.SCHEDULER:
@@ -77,6 +84,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 waits=loads_wait(self._settings, self._groups, vllm_config.parallel_config.world_size),
+                engine_id=self._kv_transfer_config.engine_id or "",
             )
 
     def _connect(self, part: str) -> Client:
@@ -101,9 +109,19 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        """The workers have registered their memory."""
+        """The workers have registered their memory: when the engine starts, and each time that it has woken."""
         assert self.scheduler is not None
-        self.scheduler.know_ranks(each.rank for each in metadata.values())
+        woken = bool(self.scheduler.namespaces)
+        self.scheduler.know_ranks(shard for each in metadata.values() for shard in each.shards)
+        if woken and self._trains:
+            self.scheduler.weights_changed(self._weights())
+
+    def on_new_request(self, request: Any) -> None:
+        """The request waits for its turn from now on, and tiers may load meanwhile what vLLM's own cache does not
+        have."""
+        assert self.scheduler is not None
+        manager = self._kv_cache_manager
+        self.scheduler.queued(request, 0 if manager is None else manager.get_computed_blocks(request)[1])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, and whether between steps; None: the server has not answered yet."""
@@ -137,59 +155,97 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks can be freed at once: saves have already read them."""
+        """Its blocks can be freed at once: saves have already read them. With what another engine needs to know that
+        decodes."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, for models with several KV groups."""
+        """The same, for models with several KV groups. Whoever sent parameters that were refused learns why."""
         assert self.scheduler is not None
-        self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool | None:
-        """Clear this engine's namespaces, on the tiers too, as for new weights. False: no server has done it."""
+        """Clear this engine's namespaces, on the tiers too, and look what weights it has now: this is called after they
+        were reloaded, or came from a trainer. False: no server has cleared them."""
         assert self.scheduler is not None
-        return self.scheduler.clear()
+        cleared = self.scheduler.clear()
+        self.scheduler.weights_changed(self._weights())
+        return cleared
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a trainer sends weights: they need not be those of the files."""
+        return self._vllm_config.weight_transfer_config is not None
+
+    def _weights(self) -> Weights:
+        """Those that the engine has now; with a trainer, equal to no others."""
+        weights = self._weights_of_files()
+        return replace(weights, version=f"{weights.version} transferred {uuid4().hex}") if self._trains else weights
+
+    def _weights_of_files(self) -> Weights:
+        load_format = str(self._vllm_config.load_config.load_format)
+        return weights_of(self._vllm_config.model_config, load_format, self._settings)
 
     # --- the workers' side ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The engine's memory, by layer."""
-        config, kv_config = self._vllm_config, self._kv_cache_config
+        config, kv_config, kv_shards = self._vllm_config, self._kv_cache_config, self._settings.kv_shards
         memory = [
             layer_regions(group.layer_names, kv_caches, kv_config.num_blocks, unproven_ok=self._settings.unproven_ok)
             for group in kv_config.kv_cache_groups
         ]
-        common = facts.engine_facts(config, kv_config)
+        common = facts.engine_facts(config, kv_config, kv_shards) | facts.draft_facts(config, self._settings)
         made = []
         for group, layers in zip(kv_config.kv_cache_groups, memory, strict=True):
-            own = facts.group_facts(config, group, [layer.layer for layer in layers])
+            own = facts.group_facts(config, group, [layer.layer for layer in layers], kv_shards)
             block_bytes = sum(region.page_bytes for layer in layers for region in layer.regions)
-            made.append(GroupFacts(tuple(sorted((common | own).items())), block_bytes))
+            made.append(GroupFacts(tuple(sorted((common | own).items())), block_bytes, dtype_of(layers)))
         tp, pp, replicas = get_tp_group(), get_pp_group(), kv_config.kv_tp_replicas
-        shards = tp.world_size // replicas
-        self._rank = RankFacts(
-            facts.model_name(config, self._settings),
-            facts.weights_version(config, self._settings),
-            (pp.rank_in_group * shards + tp.rank_in_group // replicas, pp.world_size * shards),
+        ranks = tp.world_size // replicas
+        weights = self._weights_of_files()
+        rank = RankFacts(
+            weights.model,
+            weights.version,
+            (pp.rank_in_group * ranks + tp.rank_in_group // replicas, pp.world_size * ranks),
             tp.rank_in_group % replicas == 0,
             tuple(made),
+            weights.name,
         )
-        client, ranks = self._connect(f"worker-{tp.rank_in_group}"), config.parallel_config.world_size
-        self.worker = WorkerSide(self._settings, client, self._rank, memory, ranks=ranks)
+        parts = parts_of(rank, memory, kv_shards, ranks) if kv_shards else [Part(rank, memory)]
+        client, workers = self._connect(f"worker-{tp.rank_in_group}"), config.parallel_config.world_size
+        self.worker = WorkerSide(
+            self._settings, client, *parts[0], more_shards=parts[1:], ranks=workers, path=weights.path
+        )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether the engine may give back and replace the memory of its KV."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The engine gives the memory of its KV back."""
+        if self.worker is not None:
+            self.worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """It has memory again, and perhaps other weights: the scheduler's side hears which from
+        `get_handshake_metadata`."""
+        if self.worker is not None and self.worker.sleeps:
+            self.worker.restore(self._weights_of_files())
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """What the scheduler's side needs to know about this worker."""
-        return None if self._rank is None else RankHandshake(self._rank)
+        return None if self.worker is None else RankHandshake(self.worker.shards)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         self._handled = sys.exception()
         if self.worker is not None:
-            self.worker.begin_step(connector_metadata.step)
+            self.worker.begin_step(connector_metadata.step, str(self._vllm_config.model_config.model))
 
     @property
     def _step_fails(self) -> bool:
@@ -219,8 +275,10 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         report of a step that fails, so nothing is reported then."""
         if self.worker is None or self._step_fails:
             return KVConnectorTransferResults()
-        idle = self.has_connector_metadata() and self._get_connector_metadata().step.idle
-        arrived = self.worker.arrived(finished_req_ids, idle)
+        step = self._get_connector_metadata().step if self.has_connector_metadata() else None
+        if step is not None:  # with speculation `wait_for_save` comes after this, and after the model has sampled
+            self.worker.end_step_loads(step)
+        arrived = self.worker.arrived(finished_req_ids, step is not None and step.idle)
         self._invalid = arrived.invalid
         several = len(self._groups) > 1
         return KVConnectorTransferResults(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,11 @@ from lmcache_core.errors import SettingsError
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import Hashing
+from lmcache_core_vllm.shards import check_shards, shard_spec
+from lmcache_core_vllm.versions import refusal
+from lmcache_core_vllm.weights import weights_of
+
+log = logging.getLogger("vllm.lmcache_core")
 
 KINDS = {
     KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
@@ -54,6 +61,30 @@ def _window(specs: Iterable[Any]) -> int:
     return max(int(spec.sliding_window) for spec in specs)
 
 
+def check_version(version: str, *, unproven_ok: bool) -> None:
+    """Raises `SettingsError` for a version of vLLM that the connector does not know."""
+    why = refusal(version)
+    if why and not unproven_ok:
+        raise SettingsError(
+            f'{why}. To try it all the same, set "unproven_ok": true in kv_connector_extra_config, and compare answers '
+            "with those without it"
+        )
+    if why:
+        log.warning("%s. It goes on, because unproven_ok is set", why)
+
+
+def check_speculation(speculative: Any) -> None:
+    """Raises `SettingsError` for draft tokens whose making keeps KV that a block's hash does not describe."""
+    if speculative is None or speculative.method in ("ngram", "suffix", "draft_model"):
+        return
+    why = "has not been tried with this connector"
+    if speculative.use_eagle():
+        why = "keeps KV of which each token's depends on the token after it, which a block's hash does not have"
+    raise SettingsError(
+        f"speculative decoding by {speculative.method!r} {why}: use ngram, suffix or draft_model, or no connector"
+    )
+
+
 def check_supported(vllm_config: VllmConfig) -> None:
     """Raises `SettingsError` for settings that would give wrong results, or crash the engine later."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -62,11 +93,7 @@ def check_supported(vllm_config: VllmConfig) -> None:
             'kv_load_failure_policy is "fail": a block that is evicted before it is read would fail its request; set '
             '"kv_load_failure_policy": "recompute" in the kv_transfer_config'
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
-        raise SettingsError(
-            f"speculative decoding by {speculative.method!r} keeps KV of a second model: use it without this connector"
-        )
+    check_speculation(vllm_config.speculative_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise SettingsError(f"{name} splits the tokens of a block over ranks: use it without this connector")
@@ -80,32 +107,65 @@ def hashing_of(vllm_config: VllmConfig) -> Hashing:
     return Hashing(vllm_config.cache_config.prefix_caching_hash_algo, get_none_hash_seed())
 
 
-def model_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
-    """The operator's name of the model."""
-    return config.model or str(vllm_config.model_config.model)
+def check_shards_of(shards: int, vllm_config: VllmConfig, kv_config: KVCacheConfig, groups: Sequence[Group]) -> None:
+    """Raises `SettingsError` if this engine's KV cannot be stored in so many shards of heads."""
+    specs = [spec for group in kv_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    heads, ranks = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
+    check_shards(shards, heads, ranks, groups, specs)
 
 
-def weights_version(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
-    """The state of its weights."""
-    return config.weights_version or str(vllm_config.model_config.revision or "")
-
-
-def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """What the KV of all layers depends on, in addition to the names of the model and its weights."""
+def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shards: int = 0) -> dict[str, str]:
+    """What the KV of all layers depends on, in addition to the names of the model and its weights. `shards`: of heads,
+    if they do not go by ranks."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
         "vllm": vllm.__version__,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "architecture": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
+        "architecture": json.dumps(_without_path(model.hf_config.to_dict()), sort_keys=True, default=str),
         "max_model_len": str(model.max_model_len) if _stretches(model.hf_config) else "",
         "cache_dtype": str(cache.cache_dtype),
         "layout": str(kv_cache_config.kv_cache_layout),
         "hash_block_tokens": str(kv_cache_config.hash_block_size),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
+        "tensor_parallel": f"any, in {shards} shards" if shards else str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def encoder_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """What the outputs of a multimodal encoder depend on, in addition to the names of the model and its weights, and to
+    what is encoded and how it was processed, which vLLM's identifiers have."""
+    model = vllm_config.model_config
+    return {
+        "vllm": vllm.__version__,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "architecture": json.dumps(_without_path(model.hf_config.to_dict()), sort_keys=True, default=str),
+    }
+
+
+def draft_facts(vllm_config: VllmConfig, settings: ConnectorConfig) -> dict[str, str]:
+    """What the KV of a draft model's layers depends on; empty without one. They lie in the blocks of the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "draft_model":
+        return {}
+    draft = speculative.draft_model_config
+    own = replace(settings, model="", weights_version="")
+    weights = weights_of(draft, str(vllm_config.load_config.load_format), own)
+    return {
+        "draft": f"{weights.model} {weights.version}",
+        "draft dtype": f"{draft.dtype} {draft.quantization}",
+        "draft architecture": json.dumps(_without_path(draft.hf_config.to_dict()), sort_keys=True, default=str),
+        "draft tensor_parallel": str(speculative.draft_tensor_parallel_size),
+    }
+
+
+def _without_path(value: Any) -> Any:
+    """A configuration without the path that it was read from, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_path(each) for name, each in value.items() if name != "_name_or_path"}
+    return value
 
 
 def _stretches(hf_config: Any) -> bool:
@@ -113,10 +173,14 @@ def _stretches(hf_config: Any) -> bool:
     return any(kind in json.dumps(hf_config.to_dict(), default=str) for kind in ('"dynamic"', '"longrope"'))
 
 
-def group_facts(vllm_config: VllmConfig, group: Any, layers: Sequence[str]) -> dict[str, str]:
-    """What the blocks of one group contain, and which backends write them."""
+def group_facts(vllm_config: VllmConfig, group: Any, layers: Sequence[str], shards: int = 0) -> dict[str, str]:
+    """What the blocks of one group contain, and which backends write them. `shards`: as above."""
     modules = vllm_config.compilation_config.static_forward_context
-    specs = sorted({repr(spec) for spec in iter_layer_specs(group.kv_cache_spec)})
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    if shards:
+        heads = vllm_config.model_config.get_total_num_kv_heads() // shards
+        specs = [shard_spec(spec, heads) for spec in specs]
+    specs = sorted({repr(spec) for spec in specs})
     return {
         "block_tokens": str(group.kv_cache_spec.block_size),
         "spec": "\n".join(specs),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from lmcache_core import Need
 
 
 class Kind(StrEnum):
@@ -38,14 +40,18 @@ class Group:
         return max(0, boundary - self.window_tokens + 1) // self.block_tokens
 
     @property
-    def window_blocks(self) -> int:
-        """How many blocks in front of a boundary a window needs."""
-        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+    def need(self) -> Need:
+        """`first_needed`, in blocks before any boundary."""
+        if self.kind is Kind.FULL:
+            return Need.PREFIX
+        if self.kind is Kind.STATE:
+            return Need.LAST
+        return Need.last_window(max(1, -(-(self.window_tokens - 1) // self.block_tokens)))
 
-    def block_hashes(self, hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
-        """The hashes of blocks `first` to `end`: each that of the last tokens of its block."""
+    def block_hashes(self, hashes: Sequence[bytes], blocks: Iterable[int]) -> list[bytes]:
+        """The hashes of these blocks: each that of the last tokens of its block."""
         step = self.hashes_per_block
-        return [bytes(hashes[step * (block + 1) - 1]) for block in range(first, end)]
+        return [bytes(hashes[step * (block + 1) - 1]) for block in blocks]
 
     def hashed_blocks(self, hashes: Sequence[bytes]) -> int:
         """How many blocks already have a hash."""
@@ -55,36 +61,3 @@ class Group:
 def boundary_step(groups: Sequence[Group]) -> int:
     """Tokens between boundaries at which every group has whole blocks."""
     return math.lcm(*(group.block_tokens for group in groups))
-
-
-def longest_boundary(groups: Sequence[Group], there: Sequence[Sequence[bool]], start: int, limit: int) -> int:
-    """The last boundary up to `limit`, in tokens, from which every group can continue; `start` if there is none.
-    `there`: for each group, whether each block from `start` on is available. The engine already has everything before
-    `start`.
-    """
-    step = boundary_step(groups)
-    for group, had in zip(groups, there, strict=True):
-        if group.kind is Kind.FULL:
-            first = start // group.block_tokens
-            run = next((at for at, each in enumerate(had) if not each), len(had))
-            limit = min(limit, (first + run) * group.block_tokens)
-    others = [(group, _gaps(had)) for group, had in zip(groups, there, strict=True) if group.kind is not Kind.FULL]
-    for boundary in range(limit - limit % step, start, -step):
-        if all(_can_go_on(group, gaps, start, boundary) for group, gaps in others):
-            return boundary
-    return start
-
-
-def _gaps(had: Sequence[bool]) -> list[int]:
-    """How many of the first N blocks are missing."""
-    gaps = [0]
-    for each in had:
-        gaps.append(gaps[-1] + (not each))
-    return gaps
-
-
-def _can_go_on(group: Group, gaps: Sequence[int], start: int, boundary: int) -> bool:
-    first = start // group.block_tokens
-    low = max(0, group.first_needed(boundary) - first)
-    high = boundary // group.block_tokens - first
-    return high < len(gaps) and gaps[high] == gaps[low]

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lmcache_core.client.client import Client
-from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core import Client
+from lmcache_core.client import EngineBlocks
 from lmcache_core.errors import CacheError
 from lmcache_core.tokens.namespace import Namespace
 

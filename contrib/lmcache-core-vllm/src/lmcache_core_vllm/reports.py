@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from lmcache_core.client.client import Client
-from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core import Client
+from lmcache_core.client import EngineBlocks
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.groups import Group
 from lmcache_core_vllm.messages import Messages
@@ -32,22 +32,24 @@ class Reports:
         self._hashing = hashing
         self._token_ids = token_ids
 
-    def tell(self, request: Hashed, group: Group, blocks: Sequence[int], namespace: Namespace) -> int:
-        """These blocks of the request, in order, are in the cache now, or will be. Returns how many reports were
-        dropped because the server is too far behind."""
+    def tell(
+        self, request: Hashed, group: Group, blocks: Sequence[int], namespace: Namespace, adapter: str = ""
+    ) -> int:
+        """These blocks of the request, in order, are in the cache now, or will be; its LoRA adapter has this version.
+        Returns how many reports were dropped because the server is too far behind."""
         if not self._client.wants_blocks:
             return 0
-        untold = 0
+        unreported = 0
         for run in _runs(blocks):
-            hashes = group.block_hashes(request.block_hashes, run.start, run.stop)
-            keys = self._hashing().keys(hashes, namespace)
+            hashes = group.block_hashes(request.block_hashes, run)
+            keys = self._hashing().of(adapter).keys(hashes, namespace)
             if not self._messages.report(keys, self._described(request, group, run, hashes), namespace):
-                untold += len(run)
-        return untold
+                unreported += len(run)
+        return unreported
 
     def _described(self, request: Hashed, group: Group, run: range, hashes: Sequence[bytes]) -> EngineBlocks:
         tokens, lora = group.block_tokens, request.lora_request
-        before = group.block_hashes(request.block_hashes, run.start - 1, run.start) if run.start else ()
+        before = group.block_hashes(request.block_hashes, [run.start - 1]) if run.start else ()
         return EngineBlocks(
             hashes,
             tokens,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lmcache_core.client.promises import Promise
+from lmcache_core import PageEntry, Promise
+from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.namespaces import Hashing
+from lmcache_core_vllm.weights import Weights
 
 STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that has ended
 
@@ -13,35 +16,44 @@ STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that 
 @dataclass
 class Blocks:
     """Blocks of one group: their hashes, and their ids in the engine. `promises`: for loads, the promise that holds the
-    blocks in the pool, for each shard; empty if none does. `traceparent`: the trace of the request that they are saved
-    for."""
+    blocks in the pool, for each shard; empty if none does. `traceparent`: the trace of their request. `adapter`: the
+    version of its LoRA adapter."""
 
     group: int
     hashes: list[bytes]
     block_ids: list[int]
     promises: list[Promise] = field(default_factory=list)
     traceparent: str = ""
+    adapter: str = ""
+
+    def entry(self, hashing: Hashing, namespaces: Sequence[Namespace], first: int = 0) -> PageEntry:
+        """The same for a rank with these namespaces: keys instead of hashes. `first`: the shard's first namespace."""
+        keys = hashing.of(self.adapter).keys(self.hashes, namespaces[first + self.group])
+        return PageEntry(first + self.group, keys, self.block_ids, traceparent=self.traceparent)
 
 
 @dataclass
 class Load:
-    """Blocks to be read for a request. `number`: no two loads of an engine have the same."""
+    """Blocks to be read for a request. `number`: no two loads of an engine have the same. `prefill_wait_s`: another
+    engine computes them now, and each is waited for, so long after the one before it; 0: they are there."""
 
     request_id: str
     waits: bool  # the step needs them, and waits
     blocks: list[Blocks]
     number: int = 0
+    prefill_wait_s: float = 0.0
 
     def without_hashes(self) -> Load:
         """The load without its hashes: only which it is and where it goes. Sent with each step until it has ended."""
-        return replace(self, blocks=[Blocks(each.group, [], each.block_ids) for each in self.blocks])
+        return replace(self, blocks=[replace(each, hashes=[], promises=[]) for each in self.blocks])
 
 
 @dataclass
 class Step:
     """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler learns of a
     load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads of earlier steps that the
-    scheduler does not yet know to have ended; without their hashes."""
+    scheduler does not yet know to have ended; without their hashes. `weights`: what the engine computes with, if that
+    has changed since its workers reported it. `delivers`: another engine waits for what is saved."""
 
     hashing: Hashing
     epoch: int = 0
@@ -50,3 +62,5 @@ class Step:
     loads: list[Load] = field(default_factory=list)
     awaited: list[Load] = field(default_factory=list)
     saves: list[Blocks] = field(default_factory=list)
+    weights: Weights | None = None
+    delivers: bool = False

@@ -1,12 +1,14 @@
-"""vLLM's KV tensors as regions of pages. The contents of a page are opaque."""
+"""vLLM's KV tensors as regions of pages. Where in a page a value lies is the backend's own affair."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lmcache_core.client.regions import Region
+from lmcache_core import Region
 from lmcache_core.errors import UsageError
+
+FLOATS = {"bfloat16", "float16", "float32"}
 
 
 class LayerRegions(NamedTuple):
@@ -47,6 +49,13 @@ def layer_regions(
             seen.add(tensor.data_ptr())
             found.append(LayerRegions(name, list(_regions(name, tensor, blocks))))
     return found
+
+
+def dtype_of(layers: Sequence[LayerRegions]) -> str:
+    """The dtype of the values in a block, wherever in it each of them lies: serdes may round them. `uint8` for blocks
+    of several dtypes, of states, and of KV that the engine has quantised itself: those are opaque bytes."""
+    found = {str(region.buffer.dtype).removeprefix("torch.") for layer in layers for region in layer.regions}
+    return found.pop() if len(found) == 1 and found <= FLOATS else "uint8"
 
 
 def _regions(name: str, tensor: Any, blocks: int) -> Iterator[Region]:

@@ -11,23 +11,23 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, TypeVar
 
-from lmcache_core.client.client import Client
-from lmcache_core.client.copying import threads_to_copy
-from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
-from lmcache_core.client.pages import PageEntry, Pages
-from lmcache_core.client.regions import PageGroup
-from lmcache_core.client.results import Status
+from lmcache_core import Client, PageEntry, PageGroup, Promise, Status
+from lmcache_core.client import Pages, PagesResult, RetrieveJob, StoreJob, threads_to_copy
 from lmcache_core.cpu_share import CpuShare
 from lmcache_core.errors import CacheError, StaleRegionError
 from lmcache_core.kernel.answers import Reason
+from lmcache_core_vllm.arrivals import Arrivals
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.shards import Part
 from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
+from lmcache_core_vllm.weights import Weights
 
 log = logging.getLogger("vllm.lmcache_core")
 
@@ -36,6 +36,7 @@ Job = TypeVar("Job", RetrieveJob, StoreJob)
 NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
+FIRST_SAVE_WAIT_S = 0.25  # once: a server and an engine that have just started take longer than later ones
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Loading:
     """A running load. `job` is None if it could not even begin."""
 
     load: Load
-    job: RetrieveJob | None
+    job: RetrieveJob | Arrivals | None
     began_s: float
 
 
@@ -72,60 +73,100 @@ class WorkerSide:
         rank: RankFacts,
         memory: Sequence[Sequence[LayerRegions]],
         *,
+        more_shards: Sequence[Part] = (),
         ranks: int = 1,
+        path: str = "",
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`memory`: of each group its layers' regions. `ranks`: of the engine. `cpu_clock`: processor seconds of the
-        calling thread."""
+        """`memory`: of each group its layers' regions. `more_shards`: those that it holds beside `rank`; all of them
+        are stored and loaded together. `ranks`: of the engine. `path`: where its weights came from. `cpu_clock`:
+        processor seconds of the calling thread."""
         self._config = config
         self._client = client
-        self._rank = rank
+        self.shards = [rank, *(each.facts for each in more_shards)]
+        self._path = path
         self.memory = memory
+        self._shard_memory = [memory, *(each.memory for each in more_shards)]
         self._clock = clock
-        self.namespaces = namespaces_of(rank, config.salt)
-        for number, each in enumerate(self.namespaces):
-            log.info("KV group %d is namespace %016x, with %d bytes a block", number, each.id, each.layout.nbytes)
-        introduce(client, self.namespaces)
-        self._pages = self._register()
-        self._regions = _regions_by_layer(self._pages.first_regions, memory)
+        self._bind()
+        assert self._pages is not None
+        layers = [layers for each in self._shard_memory for layers in each]
+        self._regions = _regions_by_layer(self._pages.first_regions, layers)
         self.step_load: _Loading | None = None  # of all requests whose loads this step waits for
         self.loading: dict[str, _Loading] = {}
         self.saving: list[_Saving] = []
         self._arrived = Arrived()
-        self._told: dict[int, int] = {}  # by the number of a load, the step in which its end was reported
+        self._reported: dict[int, int] = {}  # by the number of a load, the step in which its end was reported
         self._alone = ranks == 1
         self._tainted_epoch = -1
         self._step_number = 0  # of the last step that began
         self._step_is_open = False
         self._unsound = False  # some step was not computed to its end
+        self._knows_weights = True
+        self._why_not_stored = ""
+        self._save_wait_s = max(FIRST_SAVE_WAIT_S, config.step_wait_s)  # the next save's
         self._patience = Patience(config.retry_s, clock)
         self._cpu_clock = cpu_clock
         self._share = CpuShare(config.store_cpu_share, clock)
         self.counters = Counters()
 
+    def _bind(self) -> None:
+        """To the namespaces of what the rank computes with: of each shard those of its groups."""
+        self.namespaces = [each for shard in self.shards for each in namespaces_of(shard, self._config.salt)]
+        for number, each in enumerate(self.namespaces):
+            line = "KV group %d is namespace %016x (%s), with %d bytes a block"
+            log.info(line, number % len(self.memory), each.id, each.public_label, each.layout.nbytes)
+        introduce(self._client, self.namespaces)
+        self._pages: Pages | None = self._register()
+
     def _register(self) -> Pages:
+        memory = [layers for each in self._shard_memory for layers in each]
         return self._client.register_pages(
             [
                 PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
-                for namespace, layers in zip(self.namespaces, self.memory, strict=True)
+                for namespace, layers in zip(self.namespaces, memory, strict=True)
             ]
         )
 
     def _with_pages(self, call: Callable[[Pages], Job]) -> Job:
-        """After the engine has slept its memory is another one: registered anew, once."""
+        """Memory that the engine has replaced without a word is registered anew, once."""
+        if self._pages is None:
+            raise StaleRegionError("the engine sleeps, and its KV cache has no memory")
         try:
             return call(self._pages)
         except StaleRegionError:
             self._pages = self._register()
             return call(self._pages)
 
+    def unregister(self) -> None:
+        """The engine gives its memory back, and sleeps. Loads that still write to it end before this returns; their
+        requests are told of in the first step after it. Saves have read theirs already."""
+        running = [*self.loading.values(), *([self.step_load] if self.step_load else [])]
+        jobs = [each.job for each in running if each.job is not None]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            while not job.wait(self._config.load_timeout_s):
+                log.warning("a load still writes to memory that vLLM takes back: it is waited for")
+        self._pages = None
+
+    def restore(self, weights: Weights) -> None:
+        """The engine has woken, with memory for its KV, and computes with these weights."""
+        self.shards, self._path = [each.computing_with(weights) for each in self.shards], weights.path
+        self._bind()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its memory is not registered."""
+        return self._pages is None
+
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: Step) -> None:
-        """The engine is about to compute a step. If the one before did not end, or did not even begin, it was
-        interrupted: the scheduler treats its blocks as computed, and everything that builds on them. So nothing is
-        stored from now on."""
+    def begin_step(self, step: Step, path: str = "") -> None:
+        """The engine is about to compute a step, with weights from this path. If the step before did not end, or did
+        not even begin, it was interrupted: the scheduler treats its blocks as computed, and everything that builds on
+        them. So nothing is stored from now on."""
         if self._step_is_open or step.number != self._step_number + 1:
             if not self._unsound:
                 log.warning(
@@ -135,7 +176,24 @@ class WorkerSide:
             self._unsound = True
             self.end_step_loads(step)
         self._step_number, self._step_is_open = step.number, True
+        weights = step.weights
+        shards = self.shards if weights is None else [each.computing_with(weights) for each in self.shards]
+        known = self._path if step.weights is None else step.weights.path
+        if path != known and self._knows_weights:
+            log.warning("nothing is cached: the engine's weights are from %s now, and were from %s", path, known)
+        self._knows_weights = path == known
+        if shards != self.shards or not self._knows_weights:
+            self._end_waits()
+        if shards != self.shards:
+            self.shards = shards
+            self._bind()
         self._find_lost(step)
+
+    def _end_waits(self) -> None:
+        """What other engines go on to compute is of other weights than this one's."""
+        for loading in self.loading.values():
+            if isinstance(loading.job, Arrivals):
+                loading.job.cancel()
 
     def _find_lost(self, step: Step) -> None:
         """Loads that the scheduler waits for, and that are not running: an interrupt came before they began, or before
@@ -143,14 +201,14 @@ class WorkerSide:
         vLLM counts the reports, and the scheduler waits for the slowest: no rank may report twice, or the blocks would
         count as loaded while another rank still writes to them."""
         for load in step.awaited:
-            loading, told = self.loading.get(load.request_id), self._told.get(load.number)
+            loading, reported = self.loading.get(load.request_id), self._reported.get(load.number)
             if loading is not None and loading.load.number == load.number:
                 continue
-            if told is None or (self._alone and step.number - told > STEPS_AHEAD):
+            if reported is None or (self._alone and step.number - reported > STEPS_AHEAD):
                 self.loading[load.request_id] = _Loading(load, None, self._clock())
         oldest = step.number - STEPS_AHEAD
         awaited = {load.number for load in step.awaited}
-        self._told = {number: at for number, at in self._told.items() if at >= oldest or number in awaited}
+        self._reported = {number: at for number, at in self._reported.items() if at >= oldest or number in awaited}
 
     def end_step(self, step: Step) -> None:
         """The step has been computed: wait for the last of its loads, then read what it made."""
@@ -172,28 +230,44 @@ class WorkerSide:
 
     def _begin(self, load: Load, hashing: Hashing, order: Any) -> _Loading:
         began_s, job = self._clock(), None
+        if not self._knows_weights:
+            return _Loading(load, job, began_s)
         try:
             entries = self._entries(load.blocks, hashing)
-            promises = [each.promises[self._rank.shard[0]] if each.promises else None for each in load.blocks]
-            job = self._with_pages(
-                lambda pages: pages.retrieve_start(
-                    entries,
-                    promises=promises,
-                    order=order,
-                    deadline_s=self._config.load_timeout_s,
-                    verify=self._config.verify,
+            if load.prefill_wait_s:
+                arrivals = Arrivals(
+                    self._client, self.namespaces, entries, self._retrieve, load.prefill_wait_s, self._clock
                 )
-            )
+                return _Loading(load, arrivals, began_s)
+            promises = [
+                blocks.promises[shard.shard[0]] if blocks.promises else None
+                for blocks, shard in product(load.blocks, self.shards)
+            ]
+            job = self._retrieve(entries, promises, order)
         except CacheError as error:
             log.warning("a load could not begin, and its blocks are computed: %s", error)
         return _Loading(load, job, began_s)
 
+    def _retrieve(
+        self, entries: Sequence[PageEntry], promises: Sequence[Promise | None] = (), order: Any = "object"
+    ) -> RetrieveJob:
+        return self._with_pages(
+            lambda pages: pages.retrieve_start(
+                entries,
+                promises=promises,
+                order=order,
+                deadline_s=self._config.load_timeout_s,
+                verify=self._config.verify,
+            )
+        )
+
     def wait_layer(self, layer: str) -> None:
         """Wait until the blocks of this layer are there, if the step needs any; not longer than a load may take."""
         loading = self.step_load
-        if loading is not None and loading.job is not None:
-            for region in self._regions.get(layer, ()):
-                loading.job.wait_region(region, self._left(loading))
+        if loading is None or loading.job is None or isinstance(loading.job, Arrivals):
+            return
+        for region in self._regions.get(layer, ()):
+            loading.job.wait_region(region, self._left(loading))
 
     def _left(self, loading: _Loading) -> float:
         return max(0.0, loading.began_s + self._config.load_timeout_s - self._clock())
@@ -228,15 +302,15 @@ class WorkerSide:
         return arrived
 
     def _wait_a_little(self) -> None:
-        for loading in self.loading.values():
-            if loading.job is not None and not loading.job.done():
-                loading.job.wait(self._config.step_wait_s)
-                return
+        """For blocks that are there, if any are being read; else for those of another engine."""
+        running = [job for each in self.loading.values() if (job := each.job) is not None and not job.done()]
+        if running:
+            min(running, key=lambda job: isinstance(job, Arrivals)).wait(self._config.step_wait_s)
 
     def _note_arrival(self, request_id: str, loading: _Loading) -> None:
         invalid = self.note_end(loading)
         self._arrived.received.add(request_id)
-        self._told[loading.load.number] = self._step_number
+        self._reported[loading.load.number] = self._step_number
         if invalid:
             self._arrived.failed.add(request_id)
             if len(self.memory) == 1:  # with several groups vLLM wants requests only, not blocks
@@ -246,20 +320,28 @@ class WorkerSide:
         """Count it, and return its blocks without valid KV."""
         result = None if loading.job is None else loading.job.result
         add = self.counters.add
-        add("load_seconds", self._clock() - loading.began_s)
+        waits = loading.load.prefill_wait_s > 0
+        seconds = self._clock() - loading.began_s
+        if waits:
+            add("prefill_loads")
+            add("prefill_seconds", seconds)
+        else:
+            self.counters.time("load_seconds", seconds)
         invalid: set[int] = set()
         failed = 0
-        for number, blocks in enumerate(loading.load.blocks):
+        for number, (blocks, shard) in enumerate(product(loading.load.blocks, self.shards)):
             for at, block_id in enumerate(blocks.block_ids):
                 if result is not None and result.statuses[number][at] is Status.HIT:
                     add("load_blocks")
-                    add("load_bytes", self._rank.groups[blocks.group].block_bytes)
+                    add("load_bytes", shard.groups[blocks.group].block_bytes)
                 else:
                     invalid.add(block_id)
                     failed += 1
-        add("load_failed_blocks", failed)
+        add("prefill_late_blocks" if waits else "load_failed_blocks", failed)
         if result is not None and any(Status.ABORTED in each for each in result.statuses):
             add("load_cancelled_requests")
+        elif waits and invalid:
+            log.info("%d blocks of a prompt did not come from the other engine in time, and are computed", failed)
         elif invalid:
             add("load_failed_requests")
             log.warning("%s", _why(result, failed))
@@ -270,16 +352,16 @@ class WorkerSide:
     def save(self, step: Step) -> None:
         """Read what the step has made from the engine's memory; it is stored in the background."""
         self.hear_saves()
-        if not step.saves or not self._rank.stores:
+        if not step.saves or not self.shards[0].stores:
             return
-        count = sum(len(blocks.hashes) for blocks in step.saves)
-        if self._unsound or step.epoch <= self._tainted_epoch:
+        count = sum(len(blocks.hashes) for blocks in step.saves) * len(self.shards)
+        if self._unsound or not self._knows_weights or step.epoch <= self._tainted_epoch:
             self.counters.add("save_tainted_blocks", count)
             return
         if self._patience.over or len(self.saving) >= self._config.saves_in_flight:
             self.counters.add("save_dropped_blocks", count)
             return
-        if self._share.rests:
+        if self._share.rests and not step.delivers:
             self.counters.add("save_paced_blocks", count)
             return
         began_s = self._cpu_clock()
@@ -289,21 +371,25 @@ class WorkerSide:
             self._share.charge((self._cpu_clock() - began_s) * self._threads_that_copy(step))
 
     def _store(self, step: Step, count: int) -> None:
+        wait_s, self._save_wait_s = self._save_wait_s, self._config.step_wait_s
         try:
             entries = self._entries(step.saves, step.hashing)
-            job = self._with_pages(lambda pages: pages.store_start(entries, deadline_s=self._config.step_wait_s))
+            job = self._with_pages(lambda pages: pages.store_start(entries, deadline_s=wait_s))
         except CacheError as error:
-            log.warning("%d blocks are not stored: %s", count, error)
+            if str(error) != self._why_not_stored:  # once, and not in every step
+                log.warning("%d blocks are not stored: %s", count, error)
+            self._why_not_stored = str(error)
             self.counters.add("save_dropped_blocks", count)
             self._patience.waited_in_vain()
             return
-        self.saving.append(_Saving(job, [self._rank.groups[each.group].block_bytes for each in step.saves]))
+        entries_bytes = [shard.groups[each.group].block_bytes for each, shard in product(step.saves, self.shards)]
+        self.saving.append(_Saving(job, entries_bytes))
         self.hear_saves()
 
     def _threads_that_copy(self, step: Step) -> int:
         """This thread, and those that are created for a large copy: they take as long."""
-        block_bytes = [group.block_bytes for group in self._rank.groups]
-        nbytes = sum(len(blocks.hashes) * block_bytes[blocks.group] for blocks in step.saves)
+        pairs = product(step.saves, self.shards)
+        nbytes = sum(len(blocks.hashes) * shard.groups[blocks.group].block_bytes for blocks, shard in pairs)
         return max(1, min(threads_to_copy(self._config.copy_threads), nbytes // BYTES_A_THREAD))
 
     def hear_saves(self) -> None:
@@ -338,15 +424,9 @@ class WorkerSide:
     # --- both -------------------------------------------------------------------------------------------------
 
     def _entries(self, chosen: Sequence[Blocks], hashing: Hashing) -> list[PageEntry]:
-        return [
-            PageEntry(
-                blocks.group,
-                hashing.keys(blocks.hashes, self.namespaces[blocks.group]),
-                blocks.block_ids,
-                traceparent=blocks.traceparent,
-            )
-            for blocks in chosen
-        ]
+        """Of each of these blocks one for each shard, in order."""
+        firsts = range(0, len(self.namespaces), len(self.memory))
+        return [blocks.entry(hashing, self.namespaces, first) for blocks, first in product(chosen, firsts)]
 
     def close(self) -> None:
         """Stop all access to the engine's memory. Waits a little for answers to the last saves."""
@@ -359,12 +439,12 @@ class WorkerSide:
         self._client.close()
 
 
-def _regions_by_layer(first_regions: Sequence[int], memory: Sequence[Sequence[LayerRegions]]) -> dict[str, range]:
+def _regions_by_layer(first_regions: Sequence[int], memory: Sequence[Sequence[LayerRegions]]) -> dict[str, list[int]]:
     """The numbers of each layer's regions, as jobs count them."""
-    found = {}
+    found: dict[str, list[int]] = {}
     for first, layers in zip(first_regions, memory, strict=True):
         for layer in layers:
-            found[layer.layer] = range(first, first + len(layer.regions))
+            found.setdefault(layer.layer, []).extend(range(first, first + len(layer.regions)))
             first += len(layer.regions)
     return found
 

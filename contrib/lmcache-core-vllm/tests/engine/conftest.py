@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from lmcache_testing.embedded import Json
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vllm_engines import Engine, Server, save_model
-
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+from vllm_engines import ROPE, Engine, Server, save_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +44,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     folder = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack:
 
-        def engine(model: Path, connector: dict[str, Any] | None = None, **options: Any) -> Engine:
+        def engine(model: Path, connector: Json | None = None, **options: Any) -> Engine:
             made = Engine(model, connector, log=folder / str(len(list(folder.iterdir()))), **options)
             stack.callback(made.end)
             return made

@@ -16,26 +16,28 @@ import time
 import traceback
 from typing import Any
 
+from lmcache_testing.embedded import Json
+
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
 _out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what vLLM prints is no answer
 
 
-def say(value: Any) -> None:
+def say(value: object) -> None:
     _out.write(json.dumps(value) + "\n")
     _out.flush()
 
 
 def keep_figures(*counters: Any) -> dict[str, float]:
     """What vLLM takes of them in each step, kept for the test that asks."""
-    kept: dict[str, float] = {}
+    kept: dict[str, Any] = {}
 
     def keeping(take: Any) -> Any:
-        def taken() -> dict[str, float]:
+        def taken() -> dict[str, Any]:
             found = take()
             for name, value in found.items():
-                kept[name] = kept.get(name, 0) + value
+                kept[name] = kept.get(name, type(value)()) + value
             return found  # type: ignore[no-any-return]
 
         return taken
@@ -72,14 +74,14 @@ def main() -> None:
         }
     llm = LLM(**(options | asked))
 
-    def generate(prompts: list[list[int]], count: int = 12, **request: Any) -> list[dict[str, Any]]:
-        lora = request.pop("lora", None)
-        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+    def generate(prompts: list[list[int]], count: int = 12, **request: Any) -> list[Json]:
+        lora, own = request.pop("lora", None), request.pop("sampling", {})
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True, **own)
         inputs = [{"prompt_token_ids": prompt, **request} for prompt in prompts]
         outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [{"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs]
 
-    known: dict[str, Any] = {"llm": llm, "generate": generate, "SamplingParams": SamplingParams, "time": time}
+    known: Json = {"llm": llm, "generate": generate, "SamplingParams": SamplingParams, "time": time}
     ours = settings is not None and module == "lmcache_core_vllm"
     if ours and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_engines import Engine, Server, is_written, prompt
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 BLOCK = 128
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_engines import prompt
+from vllm_engines import ROPE, prompt, save_model
+
+from lmcache_testing.embedded import Json
 
 BLOCK = 16
 
@@ -22,7 +25,7 @@ class Setup:
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-        made = ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True, revision="r1")
+        made = ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True)
         cache = CacheConfig(block_size=BLOCK, cache_dtype="auto")
         device = DeviceConfig(device="cpu")
         self.config = VllmConfig(
@@ -33,9 +36,10 @@ class Setup:
         self.kv.hash_block_size = BLOCK
         self.layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="vec")
         self.config.compilation_config.static_forward_context["layer.0"] = self.layer
-        self.settings: dict[str, Any] = {}
+        self.settings: Json = {}
+        self.load_format = "auto"
         self.shard, self.capability, self.seed = (0, 1), "AVX512", "0"
-        self.request: dict[str, Any] = {}
+        self.request: Json = {}
 
     def keys(self, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         import torch
@@ -45,6 +49,7 @@ class Setup:
         from lmcache_core_vllm import facts
         from lmcache_core_vllm.config import ConnectorConfig
         from lmcache_core_vllm.namespaces import GroupFacts, RankFacts, namespaces_of
+        from lmcache_core_vllm.weights import weights_of
 
         settings = ConnectorConfig.parse(self.settings)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: self.capability)
@@ -53,13 +58,9 @@ class Setup:
         kv_cache_utils.init_none_hash(hash_fn)
         common = facts.engine_facts(self.config, self.kv)
         own = facts.group_facts(self.config, self.kv.kv_cache_groups[0], ["layer.0"])
-        rank = RankFacts(
-            facts.model_name(self.config, settings),
-            facts.weights_version(self.config, settings),
-            self.shard,
-            True,
-            (GroupFacts(tuple((common | own).items()), 4096),),
-        )
+        groups = (GroupFacts(tuple((common | own).items()), 4096),)
+        weights = weights_of(self.config.model_config, self.load_format, settings)
+        rank = RankFacts("", "", self.shard, True, groups).computing_with(weights)
         (namespace,) = namespaces_of(rank, settings.salt)
         request = self.made_request(kv_cache_utils.get_request_block_hasher(self.kv.hash_block_size, hash_fn))
         return facts.hashing_of(self.config).keys(request.block_hashes, namespace)
@@ -112,10 +113,11 @@ def architecture(setup: Setup, **changes: Any) -> None:
         setattr(setup.config.model_config.hf_config, name, value)
 
 
-CHANGES: dict[str, Callable[[Setup], Any]] = {
+CHANGES: dict[str, Callable[[Setup], object]] = {
     "model": lambda setup: setattr(setup.config.model_config, "model", "another"),
     "model by setting": lambda setup: setup.settings.update(model="another"),
-    "revision": lambda setup: setattr(setup.config.model_config, "revision", "r2"),
+    "weights that are made up": lambda setup: setattr(setup, "load_format", "dummy"),
+    "weights as a whole": lambda setup: setup.settings.update(weights_fingerprint="whole"),
     "weights by setting": lambda setup: setup.settings.update(weights_version="2"),
     "positions": lambda setup: architecture(setup, rope_parameters={"rope_type": "linear", "factor": 2.0}),
     "dtype": dtype_of,
@@ -149,6 +151,27 @@ def test_keys_hold(name: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not set(before.keys(monkeypatch)) & set(changed.keys(monkeypatch))
 
 
+def test_a_repository_is_known_by_its_commit(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import ResolvedRevision
+
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        setup = Setup(llama)
+        setup.config.model_config.model = "organisation/model"
+        setup.config.model_config.revision = ResolvedRevision(commit, repo_id="organisation/model", repo_type="model")
+        found.append(set(setup.keys(monkeypatch)))
+    assert not found[0] & found[1]
+
+
+def test_a_copy_of_the_model_elsewhere_has_equal_keys(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = shutil.copytree(llama, tmp_path / "copy")
+    assert Setup(llama).keys(monkeypatch) == Setup(copied).keys(monkeypatch)
+    save_model(copied, "Llama", seed=2, rope_parameters=ROPE)
+    assert not set(Setup(llama).keys(monkeypatch)) & set(Setup(copied).keys(monkeypatch))
+
+
 def test_equal_engines_have_equal_keys(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Setup(llama).keys(monkeypatch) == Setup(llama).keys(monkeypatch)
     assert len(set(Setup(llama).keys(monkeypatch))) == 3
@@ -158,7 +181,7 @@ def test_equal_engines_have_equal_keys(llama: Path, monkeypatch: pytest.MonkeyPa
     "made", [lambda each: {"lora_request": lora(each, "/a")}, lambda each: {"mm_features": [image(each)]}]
 )
 def test_two_adapters_or_images_share_nothing(
-    made: Callable[[str], dict[str, Any]], llama: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[str], Json], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = Setup(llama), Setup(llama)
     one.request, two.request = made("one"), made("two")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_redis import redis_server
 from vllm_engines import Engine, Server, is_written, prompt, until
+
+from lmcache_testing.embedded import Json
 
 pytestmark = pytest.mark.slow
 BLOCK = 128
@@ -62,7 +63,7 @@ def test_loads_and_saves_of_the_same_steps(
 ) -> None:
     where, server = medium
     salt = f"{load} {steps} {own_cache}"
-    options: dict[str, Any] = {"max_num_batched_tokens": STEPS[steps], "enable_prefix_caching": own_cache}
+    options: Json = {"max_num_batched_tokens": STEPS[steps], "enable_prefix_caching": own_cache}
     cached = start(llama, server.settings(load=load, salt=salt), **options)
     first = [prompt(100 + number, 500 + 100 * number) for number in range(3)]
     second = [each + prompt(200 + number, 300) for number, each in enumerate(first)]
@@ -81,6 +82,6 @@ def test_loads_and_saves_of_the_same_steps(
     # Each loads its beginning and saves its end, beside one that is all new.
     assert again([*second, prompt(300, 700)]) == [len(each) // BLOCK * BLOCK for each in first] + [0]
     assert again(second) == [(len(each) - 1) // BLOCK * BLOCK for each in second]
-    figures: dict[str, Any] = cached.figures()
+    figures: Json = cached.figures()
     assert "load_failed_blocks" not in figures
     cached.end()

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_engines import Engine, Server, prompt
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 BLOCK = 128
 KILLS_S = float(os.environ.get("LMCACHE_CORE_VLLM_KILLS_S", "20"))  # two minutes show more, and take them
@@ -96,7 +96,7 @@ def test_two_ranks_share_what_both_have(start: Callable[..., Engine], llama: Pat
     ranks = {"tensor_parallel_size": 2, "bind": "0|1", "processes": True}
     engine = start(llama, server.settings(), **ranks)
     (expected,) = engine.generate(tokens)
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
 
     def again() -> bool:  # the last answer to a save may be on its way
         engine.forget()
@@ -119,10 +119,13 @@ def test_figures_reach_vllms_own_metrics(start: Callable[..., Engine], llama: Pa
     engine.forget()
     engine.generate(tokens)
     engine.generate(prompt(4, 10))  # figures travel with a step
-    told = engine.run("said = {each.name: each.value for each in llm.get_metrics() if 'lmcache_core' in each.name}")
+    engine.run("ours = [each for each in llm.get_metrics() if 'lmcache_core' in each.name]")
+    told = engine.run("said = {each.name: each.count if hasattr(each, 'count') else each.value for each in ours}")
     assert told["vllm:lmcache_core_load_blocks"] == 7
     assert told["vllm:lmcache_core_save_blocks"] >= 7
     assert told["vllm:lmcache_core_lookup_hit_tokens"] == 7 * BLOCK
+    assert told["vllm:lmcache_core_load_latency_seconds"] == 1
+    assert told["vllm:lmcache_core_lookup_latency_seconds"] == told["vllm:lmcache_core_lookup_requests"] == 2
     by_source = "{each.labels['source']: each.value for each in llm.get_metrics() if each.name == 'vllm:%s'}"
     assert engine.run(f"said = {by_source % 'prompt_tokens_cached_by_source'}")["host"] == 7 * BLOCK
     engine.end()
@@ -131,11 +134,18 @@ def test_figures_reach_vllms_own_metrics(start: Callable[..., Engine], llama: Pa
 def test_figures_of_ranks_add_up_and_are_told_in_words() -> None:
     from lmcache_core_vllm.connector import LMCacheCoreConnector
 
-    one = LMCacheCoreConnector.build_kv_connector_stats({"load_bytes": 2e6, "load_seconds": 0.5})
+    times = {"load_latency_seconds": [0.002, 0.498]}
+    one = LMCacheCoreConnector.build_kv_connector_stats({"load_bytes": 2e6, "load_seconds": 0.5, **times})
     two = LMCacheCoreConnector.build_kv_connector_stats({"load_bytes": 1e6, "save_blocks": 2})
     assert one is not None
     assert two is not None
     both = one.aggregate(two)
-    assert both.reduce() == {"load_bytes": 3e6, "load_seconds": 0.5, "save_blocks": 2, "load_MB_per_s": 6.0}
+    assert both.reduce() == {
+        "load_bytes": 3e6,
+        "load_seconds": 0.5,
+        "save_blocks": 2,
+        "load_MB_per_s": 6.0,
+        "load_p99_ms": 498.0,
+    }
     both.reset()
     assert both.is_empty()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from vllm_engines import Engine, Server, is_written, prompt
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,8 @@ import pytest
 import zmq
 from vllm_engines import Engine, Server, prompt, save_adapter, save_model
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 BLOCK = 128
 
@@ -80,7 +81,7 @@ def telling(sockets: Path) -> list[str]:
     return [f"{table}endpoint", f"ipc://{sockets}/s", f"{table}replay_endpoint", f"ipc://{sockets}/sr"]
 
 
-def own_events(sockets: Path, name: str) -> dict[str, Any]:
+def own_events(sockets: Path, name: str) -> Json:
     """For the engine to publish its own blocks, too."""
     endpoints = {"endpoint": f"ipc://{sockets}/{name}", "replay_endpoint": f"ipc://{sockets}/{name}r"}
     return {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}}

@@ -16,7 +16,6 @@ import pytest
 from lmcache_core import make_settings
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.server import Server
-from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -24,6 +23,7 @@ from lmcache_core_vllm.scheduler import SchedulerSide
 from lmcache_core_vllm.steps import Step
 from lmcache_core_vllm.tensors import layer_regions
 from lmcache_core_vllm.worker import WorkerSide
+from lmcache_testing.waiting import WAIT_S
 
 torch = pytest.importorskip("torch")
 proto = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -34,9 +34,9 @@ HASHING = Hashing("sha256", "0")
 
 
 @pytest.fixture
-def collected() -> Iterator[tuple[str, list[Any]]]:
+def collected() -> Iterator[tuple[str, list[object]]]:
     """The address of a collector, and the spans that it has."""
-    spans: list[Any] = []
+    spans: list[object] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -46,7 +46,7 @@ def collected() -> Iterator[tuple[str, list[Any]]]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             del format, args
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -75,7 +75,7 @@ def request_of(name: str, first: int, headers: dict[str, str] | None) -> Any:
     )
 
 
-def step_of(tables: dict[str, list[int]]) -> Any:
+def step_of(tables: dict[str, list[int]]) -> SimpleNamespace:
     """What vLLM says of a step that computes both blocks of each request."""
     return SimpleNamespace(
         total_num_scheduled_tokens=2 * BLOCK * len(tables),
@@ -90,9 +90,9 @@ def step_of(tables: dict[str, list[int]]) -> Any:
 
 
 def test_what_is_saved_of_a_request_stands_in_the_trace_of_its_caller(
-    collected: tuple[str, list[Any]], tmp_path: Path
+    collected: tuple[str, list[object]], tmp_path: Path
 ) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the server exports with it")
+    pytest.importorskip("lmcache_otel", reason="the server exports with it")
     url, spans = collected
     settings = ConnectorConfig(step_wait_s=20, load_timeout_s=20, lookup_timeout_s=20)
     rank = RankFacts("m", "", (0, 1), True, (GroupFacts((), BYTES),))
@@ -100,7 +100,7 @@ def test_what_is_saved_of_a_request_stands_in_the_trace_of_its_caller(
     values = {"name": f"traces-{uuid4().hex[:8]}", "runtime_dir": str(tmp_path / "run"), "state_dir": str(tmp_path)}
     made = make_settings(**values, l1={"size_bytes": 16 << 20}, otel={"endpoint": url, "sample_ratio": 0.0})
     with Server(made, load_plugins()) as server, server.connect() as asks, server.connect() as stores:
-        assert server.populator.wait(WAIT_S)
+        assert server.parts.populator.wait(WAIT_S)
         scheduler = SchedulerSide(settings, [Group(0, Kind.FULL, BLOCK, 1)], asks, lambda: HASHING)
         scheduler.know_ranks([rank])
         worker = WorkerSide(settings, stores, rank, [layer_regions(["a"], {"a": memory}, 8)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_engines import Engine, Server, is_written, prompt, save_model
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 BLOCK = 128
 

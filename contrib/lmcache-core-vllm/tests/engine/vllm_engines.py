@@ -14,10 +14,12 @@ from uuid import uuid4
 
 from lmcache_core.client.client import Client
 from lmcache_core.pool.backing import segment_path
-from lmcache_core.testing.waiting import until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 DRIVER = Path(__file__).with_name("driver.py")
 VOCABULARY = 1024
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 class EngineError(AssertionError):
@@ -27,7 +29,7 @@ class EngineError(AssertionError):
 class Engine:
     """A process with an engine. It is up when this returns, or says why not."""
 
-    def __init__(self, model: Path, connector: dict[str, Any] | None, *, processes: bool = False, **options: Any):
+    def __init__(self, model: Path, connector: Json | None, *, processes: bool = False, **options: Any):
         threads = {"VLLM_CPU_OMP_THREADS_BIND": options.pop("bind", "0-1")} if (os.cpu_count() or 1) > 1 else {}
         env = {**os.environ, **threads, **options.pop("env", {})}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
@@ -78,7 +80,7 @@ class Engine:
         self.tell(source)
         return self.hear()
 
-    def generate(self, *prompts: list[int], count: int = 12, **request: Any) -> list[dict[str, Any]]:
+    def generate(self, *prompts: list[int], count: int = 12, **request: Any) -> list[Json]:
         """Greedy tokens, and how many of the prompt's were not computed."""
         return self.run(f"said = generate({list(prompts)!r}, {count}, **{request!r})")  # type: ignore[no-any-return]
 
@@ -86,7 +88,7 @@ class Engine:
         """Empty the engine's own prefix cache, which would hide ours."""
         self.run("assert llm.reset_prefix_cache()")
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         """What both sides of the connector have counted since they were asked."""
         source = "scheduler.counters.take(); worker.counters.take(); said = dict(figures); figures.clear()"
         return self.run(source)  # type: ignore[no-any-return]
@@ -112,7 +114,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [chooser.randrange(1, VOCABULARY) for _ in range(tokens)]
 
 
-def save_model(folder: Path, kind: str, **changes: Any) -> Path:
+def save_model(folder: Path, kind: str, *, seed: int = 1, **changes: Any) -> Path:
     """A small model with random weights. They are spread widely, so that what it generates depends on its KV."""
     import torch
     import transformers
@@ -130,7 +132,7 @@ def save_model(folder: Path, kind: str, **changes: Any) -> Path:
         "dtype": "float32",
         **changes,
     }
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     made = getattr(transformers, f"{config.pop('config', kind)}Config")(**config)
     getattr(transformers, f"{kind}ForCausalLM")(made).save_pretrained(folder)
     return folder
@@ -142,7 +144,7 @@ def save_adapter(folder: Path, seed: int) -> str:
     from safetensors.torch import save_file
 
     torch.manual_seed(seed)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     weights = {}
     for layer in range(4):
         for name, out in (("q_proj", 256), ("v_proj", 128)):
@@ -178,6 +180,11 @@ class Server:
     def client(self) -> Client:
         return Client.connect(self.name, runtime_dir=self.runtime_dir, maps_pool=False)
 
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
     def signal(self, number: int) -> None:
         assert self._popen is not None
         self._popen.send_signal(number)
@@ -196,12 +203,12 @@ class Server:
         self.end()
         segment_path(self.name).unlink(missing_ok=True)
 
-    def settings(self, **more: Any) -> dict[str, Any]:
+    def settings(self, **more: Any) -> Json:
         """What a connector is told to find it. It may wait: tests do not ask how busy the machine is."""
         patient = {"step_wait_s": 10, "lookup_timeout_s": 30, "load_timeout_s": 30}
         return {"server": self.name, "runtime_dir": str(self.runtime_dir), **patient, **more}
 
 
-def is_written(stores: dict[str, Any]) -> bool:
+def is_written(stores: Json) -> bool:
     """Whether the tiers have all, by the server's status."""
     return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]

@@ -1,0 +1,80 @@
+"""How long after the last block of a prompt the other engine goes on with it.
+
+    python handover_time.py [PROMPTS]
+
+Two real engines with a small random model. The time goes from the end of the save of the last whole block in the engine
+that computes to the step in which the other one computes its first tokens. Beside it: the time from the first question
+of vLLM's scheduler to that step if all blocks are in the pool.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from test_prefill import BLOCK, computing, decoding, heard
+from vllm_engines import ROPE, Engine, Server, prompt, save_model
+
+NOTE_SAVES = """
+save, saves = worker.save, []
+def noting(step):
+    save(step)
+    if step.saves: saves.append(time.monotonic())
+worker.save = noting
+"""
+NOTE_STEPS = """
+step, matched, steps = scheduler.step, scheduler.match, []
+asked = []
+def noting(output):
+    if output.total_num_scheduled_tokens: steps.append(time.monotonic())
+    return step(output)
+def asking(*given):
+    asked.append(time.monotonic())
+    return matched(*given)
+scheduler.step, scheduler.match = noting, asking
+"""
+
+
+def main() -> None:
+    """Prints milliseconds."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    engines: list[Engine] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = save_model(folder / "model", "Llama", rope_parameters=ROPE)
+        server = Server(folder).start()
+        try:
+            for role, tokens in (("kv_producer", 2 * BLOCK), ("kv_consumer", 4 * BLOCK)):
+                options: dict[str, Any] = {"role": role, "max_num_batched_tokens": tokens}
+                settings = server.settings(prefill_timeout_s=60, step_wait_s=0.004)
+                engines.append(Engine(model, settings, log=folder / role, **options))
+            prefill, decode = engines
+            prefill.run(NOTE_SAVES)
+            decode.run(NOTE_STEPS)
+            times, loads = [], []
+            for number in range(count):
+                tokens = prompt(number, 900)
+                prefill.run("saves.clear()")
+                decode.run("steps.clear()")
+                decoding(decode, tokens, transfer_id=f"{number}")
+                computing(prefill, tokens, transfer_id=f"{number}")
+                heard(prefill)
+                heard(decode)
+                times.append(1e3 * (decode.run("said = steps[0]") - prefill.run("said = saves[-1]")))
+                decode.forget()
+                decode.run("steps.clear(); asked.clear()")
+                decode.generate(tokens)
+                loads.append(1e3 * decode.run("said = steps[0] - asked[0]"))
+        finally:
+            for engine in engines:
+                engine.end()
+            server.remove()
+    for what, found in (("last save to first step", times), ("load of a whole prompt", loads)):
+        print(f"{what}: median {statistics.median(found):.1f} ms, longest {max(found):.1f} ms, {len(found)} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Limits that a request brings along: what they allow, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache_core_vllm.request_params import UNLIMITED, RequestParams
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"kv_load_tiers": None}])
+def test_without_own_names_nothing_is_limited(params: dict[str, Any] | None) -> None:
+    assert RequestParams.of(params) == UNLIMITED
+    assert UNLIMITED.load_end(100, 900) == 900
+    assert UNLIMITED.store_end(900) == 900
+
+
+def test_loads_are_limited_behind_what_the_engine_has_and_stores_from_the_first_token() -> None:
+    params = RequestParams.of({"max_load_tokens": 64, "max_offload_tokens": 300})
+    assert [params.load_end(100, limit) for limit in (120, 900)] == [120, 164]
+    assert [params.store_end(tokens) for tokens in (299, 301)] == [299, 300]
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers"),
+    [
+        ([], ()),
+        ([{"medium": "CPU"}], ()),
+        ([{"medium": "storage"}], None),
+        ([{"medium": None}], None),
+        ([{}], None),
+        ([{"tier": "disk"}], ("disk",)),
+        ([{"tier": "disk"}, {"medium": "cpu"}, {"tier": "far"}], ("disk", "far")),
+        ([{"tier": "disk"}, {"medium": "STORAGE"}], None),
+    ],
+)
+def test_tiers_are_chosen_by_name_or_by_the_medium_as_vllm_calls_it(given: Any, tiers: tuple[str, ...] | None) -> None:
+    assert RequestParams.of({"kv_load_tiers": given}).tiers == tiers
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ("text", "kv_transfer_params is 'text': give an object"),
+        ({"max_load_tokens": -1}, "max_load_tokens is -1: give a number of tokens, 0 or more"),
+        ({"max_load_tokens": True}, "max_load_tokens is True"),
+        ({"max_offload_tokens": "64"}, "max_offload_tokens is '64'"),
+        ({"max_offload_tokens": 6.5}, "max_offload_tokens is 6.5"),
+        ({"max_ofload_tokens": 0}, "did you mean 'max_offload_tokens'?"),
+        ({"kv_load_tiers": "disk"}, "kv_load_tiers is 'disk': give a list"),
+        ({"kv_load_tiers": {"tier": "disk"}}, "give a list"),
+        ({"kv_load_tiers": ["disk"]}, "kv_load_tiers has 'disk': give"),
+        ({"kv_load_tiers": [{"tier": ""}]}, "names the tier ''"),
+        ({"kv_load_tiers": [{"medium": "TAPE"}]}, "has the medium 'TAPE': use CPU or STORAGE"),
+        ({"kv_load_tiers": [{"medium": "STORAGE", "locality": "LOCAL"}]}, "where a tier lies is known only to"),
+    ],
+)
+def test_bad_values_refuse_the_request_and_say_why(params: dict[str, Any], why: str) -> None:
+    found = RequestParams.of(params)
+    assert why in found.refused
+    assert (found.load_end(100, 900), found.store_end(900), found.tiers) == (100, 0, ())
