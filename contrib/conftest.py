@@ -1,4 +1,4 @@
-"""The examples are packages of strangers: their tests run where they are installed (nox -s examples)."""
+"""The examples are third-party packages: their tests run where they are installed (nox -s examples)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from lmcache_core.errors import DisconnectedError
 from lmcache_core.native import native
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.cores import usable_cores
-from lmcache_core.testing.processes import ServerProcess, cpu_s
+from lmcache_testing.processes import ServerProcess, cpu_s
 
 FIELDS = {"name", "value", "unit", "floor", "ratio", "target", "met", "doubt"}
 TIMEOUT_S = 300  # a safety net

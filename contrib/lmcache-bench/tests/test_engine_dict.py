@@ -55,7 +55,7 @@ class Connectors:
         return self.worker.get_transfer_results(set()).finished_recving
 
 
-def asked(tokens: int, computed: int = 0) -> Any:
+def asked(tokens: int, computed: int = 0) -> SimpleNamespace:
     hashes = [bytes([number]) * 32 for number in range(tokens // BLOCK)]
     return SimpleNamespace(request_id="a", num_tokens=tokens, num_computed_tokens=computed, block_hashes=hashes)
 

@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "l0_given.h"
 #include "l0_move.h"
 #include "l0_survey.h"
 #include "l0_write.h"
@@ -42,7 +43,7 @@ static PyObject *dtype_name;
  * without arrays. The places in its table of functions are part of numpy's ABI; an ABI that is not one of these two
  * is used through Python instead, which costs twice as much. */
 enum { NUMPY_ABI_VERSION = 0, NUMPY_NEW_FROM_DESCR = 94, NUMPY_SET_BASE_OBJECT = 282 };
-enum { NUMPY_C_CONTIGUOUS = 0x1, NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, NUMPY_DIMENSIONS_MAX = 32 };
+enum { NUMPY_C_CONTIGUOUS = 0x1, NUMPY_OWNDATA = 0x4, NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, NUMPY_DIMENSIONS_MAX = 32 };
 typedef PyObject *(*numpy_new_t)(PyTypeObject *, PyObject *, int, const Py_ssize_t *, const Py_ssize_t *, void *, int,
                                  PyObject *);
 typedef int (*numpy_set_base_t)(PyObject *, PyObject *);
@@ -589,8 +590,47 @@ static bool has_objects(const char *format) {
     return false;
 }
 
+/* ---- memory that others have given ------------------------------------------------------------------------------ */
+
+enum { OWNERS_MAX = 16 };
+static PyTypeObject View_type; /* over the table's own memory */
+
+/* Whether it is an array whose fields we know. numpy is imported only where its arrays come. */
+static bool is_array(PyObject *owner) {
+    if (array_type == NULL && strcmp(Py_TYPE(owner)->tp_name, "numpy.ndarray") == 0 && import_arrays() < 0)
+        PyErr_Clear(); /* the system is asked */
+    return array_type != NULL && numpy_new != NULL && PyObject_TypeCheck(owner, (PyTypeObject *)array_type);
+}
+
+/* Whether memory stays as long as there is a buffer over it: Python's own and numpy's does, a mapped file's may not. */
+static bool stays(PyObject *owner) {
+    for (int i = 0; owner != NULL && i < OWNERS_MAX; i++) {
+        if (PyBytes_CheckExact(owner) || PyByteArray_CheckExact(owner) || Py_IS_TYPE(owner, &View_type))
+            return true;
+        if (PyMemoryView_Check(owner))
+            owner = PyMemoryView_GET_BASE(owner);
+        else if (is_array(owner)) {
+            if (((NumpyArray *)owner)->flags & NUMPY_OWNDATA)
+                return true;
+            owner = ((NumpyArray *)owner)->base;
+        } else
+            return false; /* also torch's: what it lends to numpy does not say whose it is */
+    }
+    return false;
+}
+
+/* False, with an error: who touches this memory would get a signal. */
+static bool reachable(PyObject *owner, const Py_buffer *buffer, bool writes) {
+    if (buffer->len == 0 || stays(owner) || l0_reaches(buffer->buf, (size_t)buffer->len, writes))
+        return true;
+    PyErr_Format(usage_error, "%s has memory that cannot be %s: its mapping was closed or is read-only, its file was "
+                 "truncated, or its file system has no room; pass memory that is there",
+                 Py_TYPE(owner)->tp_name, writes ? "written" : "read");
+    return false;
+}
+
 /* The bytes of a value, and by `tag`, if wanted, what they are. numpy's dates have no format: asked for by their dtype. */
-static bool buffer_of(PyObject *object, int flags, Py_buffer *buffer, uint64_t *tag) {
+static bool any_buffer_of(PyObject *object, int flags, Py_buffer *buffer, uint64_t *tag) {
     PyObject *about = NULL;
     if (PyObject_GetBuffer(object, buffer, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0) {
         if (has_objects(buffer->format)) {
@@ -625,6 +665,16 @@ static bool buffer_of(PyObject *object, int flags, Py_buffer *buffer, uint64_t *
     if (tag != NULL)
         *tag = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2));
     return true;
+}
+
+/* As `any_buffer_of`, of memory that is there. */
+static bool buffer_of(PyObject *object, int flags, Py_buffer *buffer, uint64_t *tag) {
+    if (!any_buffer_of(object, flags, buffer, tag))
+        return false;
+    if (reachable(object, buffer, flags & PyBUF_WRITABLE))
+        return true;
+    PyBuffer_Release(buffer);
+    return false;
 }
 
 /* ---- one key -------------------------------------------------------------------------------------------------- */
@@ -1082,10 +1132,10 @@ static PyObject *Table_set_numpy(Table *self, PyObject *const *args, Py_ssize_t 
     uint64_t tag = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2));
     Py_buffer value;
     if (array != NULL && memory_of(array, PyLong_AsSsize_t(PyTuple_GET_ITEM(about, 1)), &value))
-        return put(self, to[0], &value, tag) ? Py_NewRef(Py_None) : NULL;
+        return reachable(to[1], &value, false) && put(self, to[0], &value, tag) ? Py_NewRef(Py_None) : NULL;
     if (PyObject_GetBuffer(to[1], &value, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
-    bool stored = put(self, to[0], &value, tag);
+    bool stored = reachable(to[1], &value, false) && put(self, to[0], &value, tag);
     PyBuffer_Release(&value);
     return stored ? Py_NewRef(Py_None) : NULL;
 }

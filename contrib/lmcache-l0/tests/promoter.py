@@ -54,7 +54,7 @@ def serve(name: str, run: Path) -> None:
         l0={"enabled": True, "hash_slots": 64, "max_value_size": 512, "promote_after": 1, "folder": str(run)},
     )
     server = Server(settings, load_plugins())
-    (run / "table").write_text(str(server.companions.offers()["l0"]["path"]))
+    (run / "table").write_text(str(server.parts.companions.offers()["l0"]["path"]))
     server.run()
 
 

@@ -9,7 +9,7 @@ import pytest
 from lmcache_l0.records import record_layout
 
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing import CompanionContract
+from lmcache_testing import CompanionContract
 
 
 class TestL0(CompanionContract):

@@ -8,13 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
-
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
 
 PACKAGE = Path(__file__).parent.parent
 ROOT = PACKAGE.parent.parent
@@ -26,19 +21,6 @@ pytestmark = pytest.mark.skipif(not GUIDE.exists(), reason="the package stands a
 def fenced(page: Path, language: str) -> list[str]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [text for named, text in blocks if named == language]
-
-
-@pytest.fixture
-def server(tmp_path):
-    settings = make_settings(
-        name=f"l0-{uuid4().hex[:10]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 32 << 20},
-    )
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
 
 
 @pytest.mark.parametrize("page", [GUIDE, PACKAGE / "README.md"], ids=["guide", "README"])

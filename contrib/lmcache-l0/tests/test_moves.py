@@ -21,7 +21,8 @@ import pytest
 FREE, CLAIMED, LIVE, ARRIVING = "free", "claimed", "live", "arriving"
 NOTHING = (FREE, "", 0)
 THERE = (LIVE, ARRIVING)
-Step = Generator[tuple[Any, ...], Any, Any]
+Words = tuple[object, ...]  # an operation and what it is given
+Step = Generator[Words, Any, Any]
 
 
 class BrokenError(Exception):
@@ -98,7 +99,7 @@ def clean(d: int) -> Step:
     return how, found
 
 
-def lock_key(key: str, without: str, again: tuple[Any, ...]) -> Step:
+def lock_key(key: str, without: str, again: Words) -> Step:
     """The locked slot of the key, or None; looks `again` where a scan may have missed something."""
     moves, distance = yield ("bound",)
     for d in range(distance + 1):
@@ -131,7 +132,7 @@ def setter(key: str, value: int, without: str) -> Step:
     yield ("end", value)
 
 
-def claim(key: str, without: str, again: tuple[Any, ...]) -> Step:
+def claim(key: str, without: str, again: Words) -> Step:
     """A free slot that is ours, once nobody else can have the key."""
     for d in range(3):
         state, _, _ = yield ("slot", d)
@@ -224,8 +225,8 @@ def mover(far: int, near: int, without: str) -> Step:
 class Process:
     """What runs, and what its accesses have given it so far: that is all its state."""
 
-    body: tuple[Any, ...]
-    given: tuple[Any, ...] = ()
+    body: Words
+    given: Words = ()
     seen: frozenset[int | None] = frozenset()  # what stood under its key since its call began
     over: bool = False
     dead: bool = False
@@ -234,9 +235,9 @@ class Process:
 class Exploration:
     def __init__(self, without: str) -> None:
         self._without = without
-        self._wishes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._wishes: dict[Words, Words] = {}
 
-    def wish(self, p: Process) -> tuple[Any, ...]:
+    def wish(self, p: Process) -> Words:
         """Its next access."""
         at = (p.body, p.given)
         if at not in self._wishes:
@@ -280,7 +281,7 @@ class Exploration:
                 return m, replace(p, over=True, given=())
         raise AssertionError(self.wish(p))
 
-    def after(self, m: Memory, all_: tuple[Process, ...], kills: int) -> Iterator[tuple[Any, ...]]:
+    def after(self, m: Memory, all_: tuple[Process, ...], kills: int) -> Iterator[Words]:
         for i, p in enumerate(all_):
             if p.over or p.dead:
                 continue
@@ -309,7 +310,7 @@ class Exploration:
         value = m.at(p.body[1])
         return p if value in p.seen else replace(p, seen=p.seen | {value})
 
-    def run(self, m: Memory, bodies: list[tuple[Any, ...]], kills: int) -> int:
+    def run(self, m: Memory, bodies: list[Words], kills: int) -> int:
         """Every state that can be reached, once. How many there are."""
         start = (m, tuple(self.watch(Process(body), m) for body in bodies), kills)
         seen, left = {hash(start)}, [start]
@@ -322,11 +323,11 @@ class Exploration:
         return len(seen)
 
 
-def gave(p: Process, result: Any) -> Process:
+def gave(p: Process, result: object) -> Process:
     return replace(p, given=(*p.given, result))
 
 
-def put(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+def put(values: Words, at: int, value: object) -> Words:
     return (*values[:at], value, *values[at + 1 :])
 
 
@@ -336,7 +337,7 @@ def home(*slots: tuple[str, str, int]) -> Memory:
 
 
 K, X = (LIVE, "k", 1), (LIVE, "x", 5)
-MOVES: dict[str, tuple[Memory, list[tuple[Any, ...]], int]] = {
+MOVES: dict[str, tuple[Memory, list[Words], int]] = {
     "read": (home(NOTHING, NOTHING, K), [(mover, 2, 0), (reader, "k"), (setter, "k", 2)], 1),
     "read twice moved": (home(NOTHING, NOTHING, K), [(mover, 2, 1), (mover, 1, 0), (reader, "k")], 1),
     "two setters": (home(NOTHING, K), [(mover, 1, 0), (setter, "k", 2), (setter, "k", 3)], 1),

@@ -77,7 +77,7 @@ def test_without_the_second_look_at_the_bound_keys_are_missed(tmp_path):
 
 
 @pytest.mark.parametrize(("program", "size"), [("model", ["40"]), ("race", ["6", "10000"])])
-def test_the_same_on_arm64(tmp_path, program, size):
+def test_the_c_code_passes_its_program_on_arm64(tmp_path, program, size):
     if shutil.which("qemu-aarch64") is None:
         pytest.skip("qemu-aarch64 is not installed (qemu-user)")
     built = compiled(program, tmp_path, "-O2", "-static", compiler="aarch64-linux-gnu-gcc")

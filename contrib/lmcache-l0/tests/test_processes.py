@@ -203,7 +203,7 @@ def test_a_stopped_writer_holds_up_its_stripe_or_its_key_and_no_other(make, vers
 
 
 def test_a_parents_death_is_seen_though_its_child_lives(make):
-    """The life lock must not travel with a fork: the child would keep its dead parent alive for ever."""
+    """The life lock must not travel with a fork: the child would keep its dead parent alive for good."""
     cache = make(wait_s=20.0, max_value_size=1 << 20)
     value = bytes(1 << 20)
     cache.set("k", value)

@@ -25,7 +25,7 @@ namespaces = st.integers(0, 2**64 - 1)
 
 
 @given(namespaces, names)
-def test_each_key_is_told_from_the_other(namespace, name):
+def test_the_key_of_each_level_is_derived_from_the_other(namespace, name):
     above, below = l0_key(prefix_of(namespace), name), l1_key(name)
     assert len(below) == 32
     assert len(above) <= L0_KEY_BYTES_MAX
@@ -34,7 +34,7 @@ def test_each_key_is_told_from_the_other(namespace, name):
 
 
 @given(st.lists(st.tuples(namespaces, names), min_size=2, max_size=2, unique=True))
-def test_two_names_never_meet(pair):
+def test_two_names_never_have_one_key(pair):
     (one, a), (other, b) = pair
     assert l0_key(prefix_of(one), a) != l0_key(prefix_of(other), b)
     assert one != other or l1_key(a) != l1_key(b)

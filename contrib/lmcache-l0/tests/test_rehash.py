@@ -86,7 +86,7 @@ def test_what_is_known_of_a_key_moves_with_it(make):
 
 
 def moving(path: str, seed: int, own: list[bytes]) -> None:
-    """Take keys out, put them in again and rehash, for ever, without a touch to others' keys."""
+    """Take keys out, put them in again and rehash, for good, without a touch to others' keys."""
     cache, chance = SharedCache(path, create=False), random.Random(seed)
     while True:
         some = chance.sample(own, 64)

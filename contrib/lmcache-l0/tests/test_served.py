@@ -28,29 +28,20 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 
 @pytest.fixture
-def serve(tmp_path, folder):
+def serve(start, folder):
     """Start servers of one name; the table lies in `folder`."""
     name = f"l0-{uuid4().hex[:10]}"
-    with contextlib.ExitStack() as servers:
+    own = {"enabled": True, "hash_slots": 100, "promote_after": 1, "folder": str(folder)}
 
-        def start(l1_bytes: int = 32 << 20, **l0) -> Server:
-            settings = make_settings(
-                name=name,
-                runtime_dir=str(tmp_path / "run"),
-                state_dir=str(tmp_path / "state"),
-                l1={"size_bytes": l1_bytes},
-                l0={"enabled": True, "hash_slots": 100, "promote_after": 1, "folder": str(folder), **l0},
-            )
-            server = servers.enter_context(Server(settings, load_plugins()))
-            assert server.populator.wait(60)
-            return server
+    def serve(l1_bytes: int = 32 << 20, **l0) -> Server:
+        return start(name=name, l1={"size_bytes": l1_bytes}, l0=own | l0)
 
-        yield start
+    return serve
 
 
 @pytest.fixture
@@ -250,7 +241,15 @@ def test_the_switch_is_the_server_s_and_turns_it_off_for_every_process(serve, co
     assert client.operate("l0", "switch", enabled=True) == {"enabled": True}
     cache.get("k")
     heat_up(cache, client, "k")
-    line = [sys.executable, "-m", "lmcache_core.cli.main", "l0", "set", f"server:{server.settings.name}", "disabled"]
+    line = [
+        sys.executable,
+        "-m",
+        "lmcache_core.cli.main",
+        "l0",
+        "set",
+        f"server:{server.parts.settings.name}",
+        "disabled",
+    ]
     done = subprocess.run(
         line,
         env={**os.environ, "LMCACHE_CORE_RUNTIME_DIR": str(tmp_path / "run")},
@@ -305,19 +304,19 @@ def test_a_next_server_takes_the_table_over_empty_and_one_of_other_sizes_makes_i
 def test_a_table_that_a_living_server_keeps_is_refused_to_another(serve, folder, tmp_path):
     server = serve()
     settings = make_settings(
-        name=server.settings.name,
+        name=server.parts.settings.name,
         runtime_dir=str(tmp_path / "elsewhere"),
         state_dir=str(tmp_path / "elsewhere"),
         l1={"size_bytes": 32 << 20, "backing": "memfd"},
         l0={"folder": str(folder), "hash_slots": 100},
     )
     with pytest.raises(Exception, match="is kept by another server of this name"):
-        Server(settings, load_plugins())
+        Server(settings)
 
 
 def test_a_client_follows_the_server_s_table(serve, connect, tmp_path):
     server = serve()
-    with Client.connect(server.settings.name, runtime_dir=tmp_path / "run", use_index=False) as client:
+    with Client.connect(server.parts.settings.name, runtime_dir=tmp_path / "run", use_index=False) as client:
         cache = ServedCache(client, "f")
         cache.set("k", b"v")
         assert cache.get("k") == b"v"
@@ -394,46 +393,38 @@ def test_an_engine_that_fails_is_abandoned_and_its_table_serves_nobody(serve, co
     assert cache.get("k") is None
     assert not cache.l0.enabled
     assert not Path(path).exists()
-    assert "a bug" in figures(client)["abandoned"]
+    assert "a bug" in figures(client)["disabled"]
     with pytest.raises(UsageError, match=r"no companion 'l0'.*a bug"):
         client.operate("l0", "switch", enabled=True)
     assert cache.set("k", b"new") is Status.STORED
     assert cache.get("k") == b"new"
 
 
-def test_without_a_table_l1_alone_is_read(connect, tmp_path):
-    settings = make_settings(
-        name=f"l0-{uuid4().hex[:10]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 32 << 20},
-    )
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        client = connect(server)
-        cache = ServedCache(client, "f", max_value_size=100)
-        array = np.arange(6, dtype=np.int16).reshape(2, 3)
-        assert cache.set_many({"a": b"1", "b": b"22"}) == [Status.STORED] * 2
-        assert cache.set_numpy("n", array) is Status.STORED
-        assert cache.get_many(["b", "c", "a"]) == [b"22", None, b"1"]
-        assert cache.get("c", b"default") == b"default"
-        found = cache.get_numpy("n", (2, 3), np.int16)
-        assert np.array_equal(found, array)
-        assert found.valid()
-        assert not found.flags.writeable
-        assert cache.get_numpy("n", 6, np.int16, snapshot=True).flags.writeable
-        assert cache.get_numpy("nothing", 6, np.int16) is None
-        assert "no [l0]" in cache.why_no_l0
-        with pytest.raises(UsageError, match="another type"):
-            cache.get_numpy("n", (3,), np.float32)
-        with pytest.raises(UsageError, match="12 bytes"):
-            cache.get_numpy("n", (7,), np.int16)
-        with pytest.raises(UsageError, match="C-contiguous"):
-            cache.set_numpy("t", array.T)
-        with pytest.raises(ValueTooLargeError, match="takes 100"):
-            cache.set("a", bytes(101))
-        with pytest.raises(UsageError, match="no companion 'l0'"):
-            client.operate("l0", "switch", enabled=True)
+def test_without_a_table_l1_alone_is_read(connect, server):
+    client = connect(server)
+    cache = ServedCache(client, "f", max_value_size=100)
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert cache.set_many({"a": b"1", "b": b"22"}) == [Status.STORED] * 2
+    assert cache.set_numpy("n", array) is Status.STORED
+    assert cache.get_many(["b", "c", "a"]) == [b"22", None, b"1"]
+    assert cache.get("c", b"default") == b"default"
+    found = cache.get_numpy("n", (2, 3), np.int16)
+    assert np.array_equal(found, array)
+    assert found.valid()
+    assert not found.flags.writeable
+    assert cache.get_numpy("n", 6, np.int16, snapshot=True).flags.writeable
+    assert cache.get_numpy("nothing", 6, np.int16) is None
+    assert "no [l0]" in cache.why_no_l0
+    with pytest.raises(UsageError, match="another type"):
+        cache.get_numpy("n", (3,), np.float32)
+    with pytest.raises(UsageError, match="12 bytes"):
+        cache.get_numpy("n", (7,), np.int16)
+    with pytest.raises(UsageError, match="C-contiguous"):
+        cache.set_numpy("t", array.T)
+    with pytest.raises(ValueTooLargeError, match="takes 100"):
+        cache.set("a", bytes(101))
+    with pytest.raises(UsageError, match="no companion 'l0'"):
+        client.operate("l0", "switch", enabled=True)
 
 
 def test_tensors_come_from_l0_in_its_own_memory_and_from_l1_as_copies(serve, connect):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from uuid import uuid4
 
 import pytest
 from lmcache_l0 import SharedCache, TieredCache
@@ -12,28 +11,6 @@ from lmcache_l0.errors import ValueTooLargeError
 
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-
-
-@pytest.fixture
-def server(tmp_path):
-    settings = make_settings(
-        name=f"l0-{uuid4().hex[:10]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 32 << 20},
-    )
-    with Server(settings, load_plugins()) as server:
-        assert server.populator.wait(60)
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with server.connect() as client:
-        yield client
 
 
 @pytest.fixture

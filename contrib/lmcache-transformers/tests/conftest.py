@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lmcache_core import Server
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.settings.compose import make_settings
+
+if TYPE_CHECKING:
+    import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `tiny_models` and `proving`
 
 
-def tiny_llama(**changes: Any) -> Any:
+def tiny_llama(**changes: object) -> transformers.PreTrainedModel:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         **{
@@ -39,12 +39,12 @@ def tiny_llama(**changes: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def model() -> Any:
+def model() -> transformers.PreTrainedModel:
     return tiny_llama()
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[..., Any]:
+def make_model() -> Callable[..., transformers.PreTrainedModel]:
     return tiny_llama
 
 
@@ -62,12 +62,13 @@ def one_thread() -> Iterator[None]:
 def greedy() -> Callable[..., list[int]]:
     """The tokens that a model goes on with, after what `cache` holds and then `tokens`."""
     torch = pytest.importorskip("torch")
+    from lmcache_transformers import cache_argument
 
-    def run(model: Any, cache: Any, tokens: list[int], count: int = 12) -> list[int]:
+    def run(model: transformers.PreTrainedModel, cache: Any, tokens: list[int], count: int = 12) -> list[int]:
         out: list[int] = []
         with torch.inference_mode():
             while len(out) < count:
-                logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+                logits = model(input_ids=torch.tensor([tokens]), use_cache=True, **cache_argument(model, cache)).logits
                 out.append(int(logits[0, -1].argmax()))
                 tokens = out[-1:]
         return out
@@ -76,24 +77,5 @@ def greedy() -> Callable[..., list[int]]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Any]:
-    registry = load_plugins()
-    settings = make_settings(
-        registry,
-        name=f"t{tmp_path.name.replace('_', '-').lower()[-40:]}",
-        runtime_dir=tmp_path / "run",
-        state_dir=tmp_path / "state",
-        l1={"size_bytes": 64 << 20, "backing": "memfd"},
-    )
-    with Server(settings, registry) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Any) -> Iterator[Any]:
-    with server.connect() as client:
-        until = time.monotonic() + 60
-        while (usage := client.status()["l1"])["populated_bytes"] < usage["pool_bytes"]:
-            assert time.monotonic() < until, usage
-            time.sleep(0.005)
-        yield client
+def server(start: Callable[..., Server]) -> Server:
+    return start(l1={"size_bytes": 64 << 20, "backing": "memfd"})

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tiny_models import VOCABULARY
 
+from lmcache_core import Client
 from lmcache_transformers import CachedGenerator
+from lmcache_transformers.geometry import cache_argument
 from lmcache_transformers.support import counts_positions_by_cache
+
+if TYPE_CHECKING:
+    import transformers
 
 CHUNK = 16
 DOCUMENT = [3 + (7 * i * i + 3 * i) % (VOCABULARY - 3) for i in range(3 * CHUNK)]
 QUESTIONS = ([5, 6, 7, 8, 9], [9, 8, 7])
-GREEDY: dict[str, Any] = {
+GREEDY: dict[str, object] = {
     "max_new_tokens": 6,
     "min_new_tokens": 6,
     "do_sample": False,
@@ -22,13 +27,13 @@ GREEDY: dict[str, Any] = {
 }
 
 
-def plain(model: Any, tokens: list[int], **options: Any) -> Any:
+def plain(model: transformers.PreTrainedModel, tokens: list[int], **options: Any) -> Any:
     """Without any cache of ours."""
     ids = torch.tensor([tokens])
     return model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **GREEDY | options)
 
 
-def prove(client: Any, model: Any, name: str) -> str:
+def prove(client: Client, model: transformers.PreTrainedModel, name: str) -> str:
     """Why the model is not served exactly; empty: it is. Answers of a second run, over a cached prefix, have the bits
     of the first, and those of another question the tokens and, but for rounding, the logits of `model.generate` alone;
     so have both in a batch; and they do depend on the cached KV."""
@@ -56,5 +61,5 @@ def prove(client: Any, model: Any, name: str) -> str:
             layer.room.keys.zero_()
             layer.room.values.zero_()
     with torch.no_grad():
-        zeroed = model(input_ids=torch.tensor([QUESTIONS[1]]), past_key_values=prefix.cache).logits[0, -1]
+        zeroed = model(input_ids=torch.tensor([QUESTIONS[1]]), **cache_argument(model, prefix.cache)).logits[0, -1]
     return "" if float((zeroed - theirs[0, 0]).abs().max()) > 1e-3 else "zeroed KV changes nothing"

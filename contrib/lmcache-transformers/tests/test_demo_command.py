@@ -20,11 +20,11 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_the_options_have_defaults_that_show_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse()
-    assert (options.tokens, options.chunk_tokens, options.json) == (4096, 256, False)
+    assert (options.answer_tokens, options.model, options.json) == (24, "auto", False)
     with pytest.raises(SystemExit):
         parse("--help")
     out, _ = capsys.readouterr()
-    assert "(default: 4096)" in out
+    assert "(default: 24)" in out
     assert "--layers" in out
 
 
@@ -44,7 +44,10 @@ def test_the_plugin_and_its_help_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(("model", "needed"), [("llama", "torch transformers"), ("none", "numpy"), ("auto", "numpy")])
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [("smollm2", "torch transformers gguf accelerate"), ("random", "torch transformers"), ("none", "numpy")],
+)
 def test_a_missing_package_is_named_with_what_to_install(
     model: str, needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,8 +57,15 @@ def test_a_missing_package_is_named_with_what_to_install(
     assert f"pip install {needed} ./plugins/lmcache-fs" in err
 
 
-@pytest.mark.parametrize(("there", "chosen"), [(("torch", "transformers"), "llama"), (("torch",), "none")])
-def test_the_model_is_a_real_one_where_torch_and_transformers_are_installed(
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        (("torch", "transformers", "gguf", "accelerate"), "smollm2"),
+        (("torch", "transformers"), "random"),
+        (("torch",), "none"),
+    ],
+)
+def test_the_model_is_the_best_that_what_is_installed_allows(
     there: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: name if name in (*there, "numpy") else None)
@@ -81,7 +91,10 @@ def test_a_folder_with_an_earlier_run_is_refused(tmp_path: Path, capsys: pytest.
     from lmcache_transformers.demo.steps import demonstrate
 
     (tmp_path / "disk").mkdir()
-    assert demonstrate(parse("--keep", str(tmp_path), "--model", "llama", "--layers", "8")) == 1
+    options = parse(
+        "--keep", str(tmp_path), "--model", "random", "--layers", "8", "--tokens", "4096", "--chunk-tokens", "256"
+    )
+    assert demonstrate(options) == 1
     out, _ = capsys.readouterr()
     assert "is not empty" in out
     assert "ok: no" in out

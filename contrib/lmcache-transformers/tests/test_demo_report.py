@@ -62,13 +62,22 @@ def test_json_is_one_object_with_ok_and_rows(capsys: pytest.CaptureFixture[str])
     assert "error" not in found
 
 
-def test_the_table_shows_what_was_reused_when_it_came_and_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_what_was_reused_and_when_the_answer_came(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(as_json=False)
     report.row(ROW)
     report.check("a claim", False, "what was seen")
     report.fail("why it ended")
     report.print()
     out, _ = capsys.readouterr()
-    for part in ("1024 of 1060", "2.00", "0.10", "16.8", "1.68", "BROKEN  a claim (what was seen)", "why it ended"):
+    for part in ("1024 of 1060", "2.00", "0.10", "BROKEN  a claim (what was seen)", "why it ended"):
         assert part in out
     assert out.endswith("ok: no\n")
+
+
+def test_a_trained_models_answers_are_shown_in_words_within_any_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(as_json=False, model="smollm2")
+    report.row(replace(ROW, question="What is a slot?", answer="A fixed region of the pool. " * 8))
+    report.print()
+    out, _ = capsys.readouterr()
+    assert "What is a slot? (another question, prefix from: pool)\n    A fixed region" in out
+    assert max(map(len, out.splitlines())) < 80

@@ -32,15 +32,17 @@ PROMPTS = [
 ]
 
 
-def made(name: str) -> Any:
+def made(name: str) -> transformers.PreTrainedModel:
     return tiny_model(tiny_config(getattr(transformers, NAMES[name])))
 
 
-def generator_of(client: Any, model: Any, name: str = "tiny", **options: Any) -> CachedGenerator:
+def generator_of(
+    client: Client, model: transformers.PreTrainedModel, name: str = "tiny", **options: Any
+) -> CachedGenerator:
     return CachedGenerator(model, None, client, model_name=name, chunk_tokens=CHUNK, **options)
 
 
-def alone(model: Any, tokens: list[int]) -> list[int]:
+def alone(model: transformers.PreTrainedModel, tokens: list[int]) -> list[int]:
     answer: list[int] = plain(model, tokens).sequences[0, len(tokens) :].tolist()
     return answer
 
@@ -48,7 +50,7 @@ def alone(model: Any, tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_batch_whose_prompts_find_different_prefixes_answers_as_each_prompt_alone(
-    client: Any, name: str, cache: str | None
+    client: Client, name: str, cache: str | None
 ) -> None:
     model = made(name)
     generator = generator_of(client, model)
@@ -60,7 +62,7 @@ def test_a_batch_whose_prompts_find_different_prefixes_answers_as_each_prompt_al
 
 
 @pytest.mark.parametrize("name", ["full", "sliding"])
-def test_static_caches_give_what_static_caches_give_without_us(client: Any, name: str) -> None:
+def test_static_caches_give_what_static_caches_give_without_us(client: Client, name: str) -> None:
     model = made(name)
     generator = generator_of(client, model)
     for _ in range(2):
@@ -69,7 +71,7 @@ def test_static_caches_give_what_static_caches_give_without_us(client: Any, name
     assert got.tokens_reused == (48,)
 
 
-def test_a_quantised_cache_is_made_of_what_was_computed_at_full_precision(client: Any) -> None:
+def test_a_quantised_cache_is_made_of_what_was_computed_at_full_precision(client: Client) -> None:
     model = made("full")
     generator = generator_of(client, model)
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
@@ -83,7 +85,7 @@ def test_a_quantised_cache_is_made_of_what_was_computed_at_full_precision(client
     assert not torch.equal(exact.output.logits[1], warm.output.logits[1])
 
 
-def test_sampling_with_a_seed_gives_what_it_gives_without_a_cache(client: Any) -> None:
+def test_sampling_with_a_seed_gives_what_it_gives_without_a_cache(client: Client) -> None:
     model = made("full")
     generator = generator_of(client, model)
     options = GREEDY | {"do_sample": True, "top_k": 20}
@@ -94,7 +96,7 @@ def test_sampling_with_a_seed_gives_what_it_gives_without_a_cache(client: Any) -
         assert got.output.sequences.tolist() == plain(model, PROMPTS[0], do_sample=True, top_k=20).sequences.tolist()
 
 
-def test_prompts_may_be_text_tensors_or_what_a_tokenizer_returns(client: Any) -> None:
+def test_prompts_may_be_text_tensors_or_what_a_tokenizer_returns(client: Client) -> None:
     class Letters:
         """A tokenizer of one id for each letter."""
 
@@ -139,7 +141,7 @@ def test_prompts_may_be_text_tensors_or_what_a_tokenizer_returns(client: Any) ->
         ({"output_hidden_states": True}, "would lack what was not computed"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_words(client: Any, options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_served_is_refused_in_words(client: Client, options: dict[str, object], words: str) -> None:
     generator = generator_of(client, made("full"))
     with pytest.raises(UsageError, match=words):
         generator.generate([[4, 5, 6]], **{"max_new_tokens": 4} | options)
@@ -152,14 +154,14 @@ def test_what_cannot_be_served_is_refused_in_words(client: Any, options: dict[st
             generator.generate(prompts, max_new_tokens=4)
 
 
-def test_ways_that_the_model_itself_is_set_to_are_refused_as_those_of_a_call(client: Any) -> None:
+def test_ways_that_the_model_itself_is_set_to_are_refused_as_those_of_a_call(client: Client) -> None:
     model = made("full")
     model.generation_config.prompt_lookup_num_tokens = 3
     with pytest.raises(UsageError, match="prompt_lookup_num_tokens is not served"):
         generator_of(client, model).generate(PROMPTS[0], max_new_tokens=4)
 
 
-def test_prompts_of_several_lengths_are_refused_where_the_model_counts_padding_as_positions(client: Any) -> None:
+def test_prompts_of_several_lengths_are_refused_where_the_model_counts_padding_as_positions(client: Client) -> None:
     model = tiny_model(tiny_config(transformers.RoFormerConfig, is_decoder=True))
     generator = generator_of(client, model)
     with pytest.raises(UsageError, match="give prompts of one length"):

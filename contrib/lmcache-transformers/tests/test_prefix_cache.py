@@ -8,29 +8,31 @@ from typing import Any
 
 import pytest
 
-from lmcache_core import Client
+from lmcache_core import Client, Server
 from lmcache_core.client.client import Client as AnyClient
 from lmcache_core.errors import UsageError
 from lmcache_transformers import PrefixCache
+from lmcache_transformers.chunks import layout_of
+from lmcache_transformers.geometry import Geometry, LayerShape, cache_argument
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CHUNK = 16
 Greedy = Callable[..., list[int]]
-Answered = Callable[..., tuple[list[int], int, Any]]
+Answered = Callable[..., tuple[list[int], int, transformers.Cache]]
 DOCUMENT = [(7 * i * i + 3 * i) % 509 for i in range(5 * CHUNK)]
 QUESTIONS = ([1, 2, 3, 4, 5], [9, 8, 7])
 
 
 @pytest.fixture
-def prefixes(client: Any, model: Any) -> PrefixCache:
+def prefixes(client: Client, model: transformers.PreTrainedModel) -> PrefixCache:
     return PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK)
 
 
 @pytest.fixture
-def answered(model: Any, greedy: Greedy) -> Answered:
-    def run(prefixes: PrefixCache, prompt: list[int]) -> tuple[list[int], int, Any]:
+def answered(model: transformers.PreTrainedModel, greedy: Greedy) -> Answered:
+    def run(prefixes: PrefixCache, prompt: list[int]) -> tuple[list[int], int, transformers.Cache]:
         prefix = prefixes.load(prompt)
         out = greedy(model, prefix.cache, prompt[prefix.tokens_reused :])
         return out, prefix.tokens_reused, prefix.cache
@@ -39,7 +41,7 @@ def answered(model: Any, greedy: Greedy) -> Answered:
 
 
 def test_a_second_question_reuses_the_document_and_gets_the_uncached_answer(
-    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+    model: transformers.PreTrainedModel, greedy: Greedy, answered: Answered, prefixes: PrefixCache
 ) -> None:
     first, second = (DOCUMENT + question for question in QUESTIONS)
     out, reused, cache = answered(prefixes, first)
@@ -55,12 +57,12 @@ def test_a_second_question_reuses_the_document_and_gets_the_uncached_answer(
 
 
 def test_what_is_stored_reaches_another_client_and_another_model_object(
-    server: Any, model: Any, answered: Answered, prefixes: PrefixCache
+    server: Server, model: transformers.PreTrainedModel, answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     with server.connect() as other:
-        prefix: Any = PrefixCache(other, model, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1])
+        prefix = PrefixCache(other, model, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1])
     assert prefix.tokens_reused == len(DOCUMENT)
     for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, : len(DOCUMENT)])
@@ -92,20 +94,20 @@ def test_generated_tokens_are_stored_where_they_are_given_too(answered: Answered
 
 
 def test_other_tenants_weights_and_models_share_nothing(
-    client: Any, model: Any, answered: Answered, prefixes: PrefixCache
+    client: Client, model: transformers.PreTrainedModel, answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
-    others: list[dict[str, Any]] = [{"tenant_salt": "s"}, {"weights_version": "2"}, {"model_name": "tiny2"}]
+    others: list[dict[str, object]] = [{"tenant_salt": "s"}, {"weights_version": "2"}, {"model_name": "tiny2"}]
     for other in others:
-        options: dict[str, Any] = {"model_name": "tiny", "chunk_tokens": CHUNK} | other
+        options: dict[str, object] = {"model_name": "tiny", "chunk_tokens": CHUNK} | other
         theirs = PrefixCache(client, model, **options)
         assert theirs.load(DOCUMENT).tokens_reused == 0
     assert prefixes.load(DOCUMENT).tokens_reused > 0
 
 
 def test_a_prefix_that_was_loaded_outlives_what_is_cleared(
-    client: Any, model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+    client: Client, model: transformers.PreTrainedModel, greedy: Greedy, answered: Answered, prefixes: PrefixCache
 ) -> None:
     prompt = DOCUMENT + QUESTIONS[0]
     _, _, cache = answered(prefixes, prompt)
@@ -117,7 +119,9 @@ def test_a_prefix_that_was_loaded_outlives_what_is_cleared(
     assert out == greedy(model, transformers.DynamicCache(), prompt)
 
 
-def test_nothing_is_held_once_load_and_store_are_done(client: Any, answered: Answered, prefixes: PrefixCache) -> None:
+def test_nothing_is_held_once_load_and_store_are_done(
+    client: Client, answered: Answered, prefixes: PrefixCache
+) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     prefixes.load([*DOCUMENT, 1])
@@ -127,7 +131,9 @@ def test_nothing_is_held_once_load_and_store_are_done(client: Any, answered: Ans
     assert client.status()["l1"]["used_bytes"] == 0
 
 
-def test_generate_goes_on_from_a_loaded_prefix(model: Any, answered: Answered, prefixes: PrefixCache) -> None:
+def test_generate_goes_on_from_a_loaded_prefix(
+    model: transformers.PreTrainedModel, answered: Answered, prefixes: PrefixCache
+) -> None:
     prompt = DOCUMENT + QUESTIONS[0]
     _, _, cache = answered(prefixes, prompt)
     prefixes.store(prompt, cache)
@@ -135,13 +141,18 @@ def test_generate_goes_on_from_a_loaded_prefix(model: Any, answered: Answered, p
     options: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     prefix = prefixes.load(prompt)
-    warm = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=prefix.cache, **options)
+    warm = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(model, prefix.cache), **options)
     assert prefix.tokens_reused == len(DOCUMENT)
     assert warm.tolist() == plain.tolist()
 
 
 def test_without_a_server_everything_misses_and_nothing_is_stored(
-    client: Any, model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache, tmp_path: Path
+    client: Client,
+    model: transformers.PreTrainedModel,
+    greedy: Greedy,
+    answered: Answered,
+    prefixes: PrefixCache,
+    tmp_path: Path,
 ) -> None:
     with Client.connect("nobody", runtime_dir=tmp_path) as client:
         prefixes = PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK)
@@ -152,13 +163,13 @@ def test_without_a_server_everything_misses_and_nothing_is_stored(
 
 
 def test_a_server_that_ends_before_a_prefix_is_copied_makes_it_a_miss(
-    server: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
+    server: Server, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     retrieve = AnyClient.retrieve_strided
 
-    def lose_the_server_first(self: AnyClient, *arguments: Any, **options: Any) -> Any:
+    def lose_the_server_first(self: AnyClient, *arguments: object, **options: object) -> object:
         server.stop()
         return retrieve(self, *arguments, **options)
 
@@ -169,7 +180,7 @@ def test_a_server_that_ends_before_a_prefix_is_copied_makes_it_a_miss(
 
 
 def test_a_chunk_that_left_between_lookup_and_copy_ends_the_prefix_there(
-    client: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
+    client: Client, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
@@ -177,22 +188,22 @@ def test_a_chunk_that_left_between_lookup_and_copy_ends_the_prefix_there(
     gone = client.lookup(keys, namespace=prefixes.namespace, identify=True)
     retrieve = AnyClient.retrieve_strided
 
-    def drop_one_first(self: AnyClient, *arguments: Any, **options: Any) -> Any:
+    def drop_one_first(self: AnyClient, *arguments: object, **options: object) -> object:
         client.drop(keys[2:3], namespace=prefixes.namespace, incarnations=gone.incarnations[2:3])
         return retrieve(self, *arguments, **options)
 
     monkeypatch.setattr(AnyClient, "retrieve_strided", drop_one_first)
-    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    prefix = prefixes.load([*DOCUMENT, 1])
     assert prefix.tokens_reused == prefix.cache.get_seq_length() == 2 * CHUNK
     assert torch.equal(prefix.cache.layers[0].keys, cache.layers[0].keys[:, :, : 2 * CHUNK])
 
 
 def test_keys_and_values_come_back_bit_for_bit_and_stand_in_memory_that_grows(
-    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+    model: transformers.PreTrainedModel, greedy: Greedy, answered: Answered, prefixes: PrefixCache
 ) -> None:
     out, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
-    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    prefix = prefixes.load([*DOCUMENT, 1])
     for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, : len(DOCUMENT)])
         assert torch.equal(ours.values, theirs.values[:, :, : len(DOCUMENT)])
@@ -209,11 +220,11 @@ def test_keys_and_values_come_back_bit_for_bit_and_stand_in_memory_that_grows(
 
 @pytest.mark.parametrize("change", ["crop", "batch_repeat_interleave", "reorder_cache", "reset"])
 def test_a_loaded_cache_does_all_that_a_plain_one_does(
-    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache, change: str
+    model: transformers.PreTrainedModel, greedy: Greedy, answered: Answered, prefixes: PrefixCache, change: str
 ) -> None:
     _, _, made = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, made)
-    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    prefix = prefixes.load([*DOCUMENT, 1])
     plain = transformers.DynamicCache(
         [(layer.keys[:, :, : len(DOCUMENT)], layer.values[:, :, : len(DOCUMENT)]) for layer in made.layers]
     )
@@ -223,8 +234,8 @@ def test_a_loaded_cache_does_all_that_a_plain_one_does(
     rows = 2 if change == "batch_repeat_interleave" else 1
     ids = torch.tensor([[1, 2, 3]] * rows)
     with torch.no_grad():
-        ours = model(input_ids=ids, past_key_values=prefix.cache).logits
-        theirs = model(input_ids=ids, past_key_values=plain).logits
+        ours = model(input_ids=ids, **cache_argument(model, prefix.cache)).logits
+        theirs = model(input_ids=ids, **cache_argument(model, plain)).logits
     assert torch.equal(ours, theirs)
 
 
@@ -244,7 +255,7 @@ def test_a_cache_that_does_not_hold_what_is_asked_is_refused(answered: Answered,
 
 
 def test_a_plain_cache_of_the_model_is_stored_as_one_of_ours(
-    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+    model: transformers.PreTrainedModel, greedy: Greedy, answered: Answered, prefixes: PrefixCache
 ) -> None:
     cache = transformers.DynamicCache(config=model.config)
     greedy(model, cache, DOCUMENT, 1)
@@ -255,10 +266,27 @@ def test_a_plain_cache_of_the_model_is_stored_as_one_of_ours(
 
 
 def test_another_configuration_of_the_same_name_shares_nothing(
-    client: Any, make_model: Any, answered: Answered, prefixes: PrefixCache
+    client: Client, make_model: Callable[..., transformers.PreTrainedModel], answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     scaled = make_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
     assert PrefixCache(client, scaled, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1]).tokens_reused == 0
     assert prefixes.load([*DOCUMENT, 1]).tokens_reused == len(DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    ("of_layers", "expected"),
+    [
+        ([(2, 16, 16, "bfloat16")] * 3, "bfloat16|3,2,2,8,16|LKHTD"),
+        ([(2, 16, 16, "bfloat16"), (1, 16, 16, "bfloat16")], "bfloat16|768|"),
+        ([(2, 16, 8, "float32")] * 2, "float32|768|"),
+        ([(2, 16, 16, "bfloat16"), (2, 16, 16, "float32")], "uint8|3072|"),
+    ],
+)
+def test_a_layout_has_axes_where_all_layers_are_alike(of_layers: list[tuple[Any, ...]], expected: str) -> None:
+    shapes = [
+        LayerShape(at, heads, key_dim, value_dim, 0, getattr(torch, dtype), torch.device("cpu"))
+        for at, (heads, key_dim, value_dim, dtype) in enumerate(of_layers)
+    ]
+    assert layout_of(Geometry(tuple(shapes), len(shapes), ""), 8).text == expected

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
+from lmcache_core import Client
 from lmcache_core.errors import UsageError
 from lmcache_transformers import PrefixCache, refusal
 
@@ -18,6 +18,7 @@ from proving import CHUNK, DOCUMENT, GREEDY, plain  # noqa: E402  # they need to
 from tiny_models import tiny_config, tiny_model  # noqa: E402
 
 from lmcache_transformers import CachedGenerator  # noqa: E402
+from lmcache_transformers.geometry import cache_argument  # noqa: E402
 
 ORIGINAL = 64  # tokens up to which positions are the plain ones
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5], "original_max_position_embeddings": ORIGINAL}
@@ -56,7 +57,7 @@ def test_an_unknown_kind_of_rotary_embedding_is_refused() -> None:
     assert "'spiral'" in refusal(config)
 
 
-def test_a_model_that_was_not_proven_is_taken_where_that_is_wanted(client: Any) -> None:
+def test_a_model_that_was_not_proven_is_taken_where_that_is_wanted(client: Client) -> None:
     class LlamaOfMine(transformers.LlamaForCausalLM):  # type: ignore[misc]
         pass
 
@@ -66,7 +67,7 @@ def test_a_model_that_was_not_proven_is_taken_where_that_is_wanted(client: Any) 
     assert PrefixCache(client, mine, model_name="mine", unproven_ok=True).geometry.layers_in_cache == 2
 
 
-def test_a_model_without_a_name_or_in_training_is_refused(client: Any) -> None:
+def test_a_model_without_a_name_or_in_training_is_refused(client: Client) -> None:
     made = tiny_model(tiny_config(transformers.LlamaConfig))
     with pytest.raises(UsageError, match="give model_name"):
         PrefixCache(client, made)
@@ -74,7 +75,7 @@ def test_a_model_without_a_name_or_in_training_is_refused(client: Any) -> None:
         PrefixCache(client, made.train(), model_name="x")
 
 
-def test_a_model_that_fills_no_cache_is_refused_in_words(client: Any) -> None:
+def test_a_model_that_fills_no_cache_is_refused_in_words(client: Client) -> None:
     made = tiny_model(tiny_config(transformers.OpenAIGPTConfig))
     with pytest.raises(UsageError, match="has not been proven"):
         PrefixCache(client, made, model_name="x")
@@ -85,7 +86,7 @@ def test_a_model_that_fills_no_cache_is_refused_in_words(client: Any) -> None:
 @pytest.mark.parametrize("kind", sorted(ROPES))
 @pytest.mark.parametrize("long_first", [True, False])
 def test_a_prefix_of_a_long_prompt_is_not_given_to_a_short_one_whose_positions_differ(
-    client: Any, kind: str, long_first: bool
+    client: Client, kind: str, long_first: bool
 ) -> None:
     positions, rope = ROPES[kind]
     config = tiny_config(transformers.LlamaConfig, max_position_embeddings=positions, rope_parameters=dict(rope))
@@ -105,7 +106,7 @@ def test_a_prefix_of_a_long_prompt_is_not_given_to_a_short_one_whose_positions_d
     assert over.output.sequences.tolist() == grown.sequences.tolist()
 
 
-def test_nothing_of_a_long_prompt_is_stored_where_positions_depend_on_its_length(client: Any) -> None:
+def test_nothing_of_a_long_prompt_is_stored_where_positions_depend_on_its_length(client: Client) -> None:
     positions, rope = ROPES["dynamic"]
     config = tiny_config(transformers.LlamaConfig, max_position_embeddings=positions, rope_parameters=dict(rope))
     model = tiny_model(config)
@@ -113,7 +114,7 @@ def test_nothing_of_a_long_prompt_is_stored_where_positions_depend_on_its_length
     long = DOCUMENT + DOCUMENT
     cache = transformers.DynamicCache(config=config)
     with torch.no_grad():
-        model(input_ids=torch.tensor([long]), past_key_values=cache)
+        model(input_ids=torch.tensor([long]), **cache_argument(model, cache))
     assert prefixes.store(long, cache) == (0, 0, 0)
     assert prefixes.load(DOCUMENT).tokens_reused == 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core import Client
 from lmcache_transformers.proven import PROVEN
 from lmcache_transformers.support import refusal
 
@@ -41,7 +42,7 @@ def test_every_configuration_class_is_proven_or_refused_in_words() -> None:
     found: dict[str, list[str]] = {"proven": [], "refused": []}
     for name, kind in every_class():
         try:
-            config: Any = kind()
+            config = kind()
         except Exception:  # noqa: BLE001  # some cannot be made without parts of other models: composite, all of them
             config = None
         if config is None:
@@ -56,7 +57,7 @@ def test_every_configuration_class_is_proven_or_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_model_of_each_kind_is_proven(client: Any, name: str) -> None:
+def test_a_model_of_each_kind_is_proven(client: Client, name: str) -> None:
     assert prove(client, tiny_model(_served(dict(every_class())[name])), name) == ""
 
 
@@ -69,7 +70,7 @@ def _served(kind: type) -> Any:
 
 
 @pytest.mark.skipif("LMCACHE_TRANSFORMERS_WALK" not in os.environ, reason="takes minutes: nox -s transformers")
-def test_the_list_of_what_is_proven_is_what_a_walk_over_all_models_finds(client: Any) -> None:
+def test_the_list_of_what_is_proven_is_what_a_walk_over_all_models_finds(client: Client) -> None:
     proven = set()
     for _, kind in every_class():
         model_type = getattr(kind, "model_type", "")

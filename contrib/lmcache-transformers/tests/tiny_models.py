@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+if TYPE_CHECKING:
+    import transformers
 
 VOCABULARY = 128
 WINDOW = 24
 
 # What configurations call the sizes of a model, and which they are here. A field that a class has not is left out.
-SMALL: dict[str, Any] = {
+SMALL: dict[str, object] = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model", "emb_dim", "embedding_size"), 32),
@@ -47,7 +50,7 @@ WHERE_NONE = (
 )  # set also where the default is None
 LATENT = {"num_key_value_heads": 4, "qk_head_dim": 16}
 # What else some classes need.
-OWN: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, object]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
     "longcat_flash": LATENT | {"head_dim": 8, "ffn_hidden_size": 32, "zero_expert_num": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -68,14 +71,14 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(kind: type, **changes: Any) -> Any:
+def tiny_config(kind: type, **changes: object) -> transformers.PretrainedConfig:
     """A configuration of this class, small, with each kind of layer that its default has."""
-    made: Any = kind()
-    fields: dict[str, Any] = {}
+    made = kind()
+    fields: dict[str, object] = {}
     for name, value in SMALL.items():
         if isinstance(getattr(kind, name, None), property):
             continue
-        now: Any = None
+        now = None
         with suppress(Exception):  # a field that differs from layer to layer does not show
             now = getattr(made, name, None)
         if now is not None or (name in WHERE_NONE and name in vars(made)):
@@ -86,7 +89,7 @@ def tiny_config(kind: type, **changes: Any) -> Any:
     return kind(**fields)
 
 
-def _layers_of(made: Any, fields: dict[str, Any]) -> dict[str, Any]:
+def _layers_of(made: Any, fields: dict[str, object]) -> dict[str, Any]:
     types = getattr(made, "layer_types", None)
     if not types:
         return {}
@@ -96,7 +99,7 @@ def _layers_of(made: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": (kinds * 2)[:count], **dict.fromkeys(depth, count)}
 
 
-def tiny_model(config: Any, seed: int = 3) -> Any:
+def tiny_model(config: transformers.PretrainedConfig, seed: int = 3) -> transformers.PreTrainedModel:
     """Its causal language model, with random weights."""
     torch.manual_seed(seed)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()

@@ -12,8 +12,8 @@ from lmcache_lmdb.adapter import LmdbAdapter
 from lmcache_lmdb.environment import closed, opened
 from lmcache_lmdb.settings import LmdbSettings
 
-from lmcache_core.testing import Backdoor, L2AdapterContract
 from lmcache_core.tiers.contract import AdapterContext
+from lmcache_testing import Backdoor, L2AdapterContract
 
 MAP_BYTES = 256 << 20
 

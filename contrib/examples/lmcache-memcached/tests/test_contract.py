@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from lmcache_memcached.adapter import MemcachedAdapter
 from lmcache_memcached.settings import MemcachedSettings
 
-from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext
+from lmcache_testing import Backdoor, L2AdapterContract, StallingProxy
+
+if TYPE_CHECKING:
+    from conftest import Memcached
 
 
 class TestMemcached(L2AdapterContract):
     component = "memcached"
 
     @pytest.fixture
-    def proxy(self, memcached: Any) -> Iterator[StallingProxy]:
+    def proxy(self, memcached: Memcached) -> Iterator[StallingProxy]:
         with StallingProxy("127.0.0.1", memcached.port) as proxy:
             yield proxy
 
@@ -35,17 +38,17 @@ class TestMemcached(L2AdapterContract):
         return lambda: MemcachedAdapter(MemcachedSettings(port=proxy.port, prefix=prefix), adapter_context)
 
     @pytest.fixture
-    def backdoor(self, memcached: Any, prefix: str) -> Backdoor:
+    def backdoor(self, memcached: Memcached, prefix: str) -> Backdoor:
         return Values(memcached, prefix)
 
     @pytest.fixture
-    def small_adapter(self, small_memcached: Any, adapter_context: AdapterContext) -> Iterator[MemcachedAdapter]:
+    def small_adapter(self, small_memcached: Memcached, adapter_context: AdapterContext) -> Iterator[MemcachedAdapter]:
         with MemcachedAdapter(MemcachedSettings(port=small_memcached.port), adapter_context) as adapter:
             yield adapter
 
     @pytest.fixture
-    def hang(self, memcached: Any) -> contextlib.AbstractContextManager[None]:
-        return memcached.stopped()  # type: ignore[no-any-return]
+    def hang(self, memcached: Memcached) -> contextlib.AbstractContextManager[None]:
+        return memcached.stopped()
 
     @pytest.fixture
     def stall(self, proxy: StallingProxy) -> contextlib.AbstractContextManager[None]:
@@ -66,7 +69,7 @@ class TestMemcached(L2AdapterContract):
 class Values(Backdoor):
     """By another connection."""
 
-    def __init__(self, memcached: Any, prefix: str) -> None:
+    def __init__(self, memcached: Memcached, prefix: str) -> None:
         self._memcached = memcached
         self._prefix = prefix.encode()
 

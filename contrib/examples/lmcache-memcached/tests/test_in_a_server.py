@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lmcache_memcached import lmcache_check
+import pytest
 from lmcache_memcached.adapter import MemcachedAdapter
 from lmcache_memcached.settings import MemcachedSettings
 
 from lmcache_core import Layout, Namespace, Server, make_settings
+from lmcache_core.errors import TierError
+from lmcache_core.settings.model import Settings
 from lmcache_core.tiers.contract import AdapterContext, Result, StoreItem
 
 NAMESPACE = Namespace("a model", Layout("uint8", (65536,)))
 KEYS = [number.to_bytes(32, "big") for number in range(4)]
 
+if TYPE_CHECKING:
+    from conftest import Memcached
 
-def settings_for(folder: Path, port: int) -> Any:
+
+def settings_for(folder: Path, port: int) -> Settings:
     return make_settings(
         name="memcached-test",
         l1={"size_bytes": "16MiB", "backing": "memfd"},
@@ -27,11 +32,11 @@ def settings_for(folder: Path, port: int) -> Any:
     )
 
 
-def test_what_was_stored_comes_back_from_memcached_alone(tmp_path: Path, memcached: Any) -> None:
+def test_what_was_stored_comes_back_from_memcached_alone(tmp_path: Path, memcached: Memcached) -> None:
     settings = settings_for(tmp_path, memcached.port)
     contents = [bytes([number]) * 65536 for number in range(4)]
     with Server(settings) as server, server.connect() as client:
-        assert server.populator.wait(60)
+        assert server.parts.populator.wait(60)
         assert client.store(KEYS, contents, namespace=NAMESPACE).stored == 4
         assert all(each.stored for each in client.wait_stored(KEYS, namespace=NAMESPACE, timeout_s=60))
         client.clear(NAMESPACE)
@@ -39,16 +44,16 @@ def test_what_was_stored_comes_back_from_memcached_alone(tmp_path: Path, memcach
         client.lookup(KEYS, namespace=NAMESPACE, wait_s=60)
         assert client.retrieve(KEYS, back, namespace=NAMESPACE).hits == 4
     assert back == contents
-    assert [finding.ok for finding in lmcache_check(settings)] == [True]
 
 
-def test_the_check_says_what_to_do_where_nothing_listens(tmp_path: Path) -> None:
-    (finding,) = lmcache_check(settings_for(tmp_path, 1))
-    assert not finding.ok
-    assert "start memcached" in finding.cure
+def test_the_check_says_what_to_do_where_nothing_listens() -> None:
+    with MemcachedAdapter(MemcachedSettings(port=1), AdapterContext(tier="mine")) as adapter:
+        with pytest.raises(TierError) as raised:
+            list(adapter.check(time.monotonic() + 60))
+    assert "start memcached" in raised.value.cure
 
 
-def test_the_largest_object_that_is_claimed_is_stored_and_a_mebibyte_is_refused(memcached: Any) -> None:
+def test_the_largest_object_that_is_claimed_is_stored_and_a_mebibyte_is_refused(memcached: Memcached) -> None:
     """By memcached itself: an item holds its key and a header beside the value."""
     largest = MemcachedAdapter.capabilities.object_bytes_max
     assert largest is not None

@@ -11,8 +11,8 @@ from lmcache_postgres.adapter import PostgresAdapter
 from lmcache_postgres.settings import PostgresSettings
 from pydantic import SecretStr
 
-from lmcache_core.testing import Backdoor, L2AdapterContract
 from lmcache_core.tiers.contract import AdapterContext
+from lmcache_testing import Backdoor, L2AdapterContract
 
 
 class TestPostgres(L2AdapterContract):

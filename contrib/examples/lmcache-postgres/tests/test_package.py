@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_core.testing import PluginPackageContract
+from lmcache_testing import PluginPackageContract
 
 
 class TestPackage(PluginPackageContract):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
 # An engine needs vLLM or transformers, and more time than all the others together; a peer has to be installed first.
-NOT_BY_DEFAULT = ("all", "engine", "peer")
+NOT_BY_DEFAULT = ("all", "engine", "hints", "peer")
 TIMEOUT_S = 1800.0  # for one bench
 
 
@@ -85,12 +85,12 @@ def run(options: Namespace, bench: Bench) -> None:
         for name in names:
             bench.step(f"{name}, round {number} of {options.rounds}")
             if name not in failed:
-                told = _run_one(name, quick=bench.quick)
-                if isinstance(told, str):
-                    failed[name] = told
+                outcome = _run_one(name, quick=bench.quick)
+                if isinstance(outcome, str):
+                    failed[name] = outcome
                 else:
-                    machine = told["machine"]
-                    found[name].append(told["results"])
+                    machine = outcome["machine"]
+                    found[name].append(outcome["results"])
     figures = [figure for name in names if name not in failed for figure in figures_of(name, found[name])]
     bench.results += [
         BenchResult(

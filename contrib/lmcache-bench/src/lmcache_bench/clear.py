@@ -11,12 +11,12 @@ from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
-from lmcache_core.client.client import Client
+from lmcache_core import Client
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import KEY_BYTES, PAGE_BYTES, SLAB_BYTES
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

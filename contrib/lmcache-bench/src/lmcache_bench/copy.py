@@ -26,19 +26,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import ending_cleanly
-from lmcache_core.client.copying import CopyThreads, address_of, tensor_of
-from lmcache_core.client.results import Status
+from lmcache_core import Status
+from lmcache_core.buffers import address_of
+from lmcache_core.client import CopyThreads, tensor_of
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import KEY_BYTES
 from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 GROUPS = ("store", "retrieve", "alone", "tensors", "first", "single", "inplace")
 KIB, MIB = 1 << 10, 1 << 20
@@ -139,8 +140,12 @@ class _Batches:
         batches = [buffers.batch(number, self.layout.nbytes) for number in range(SETS)]
         self.views = batches
         given: list[Sequence[Any]] = list(batches)
-        if tensors:
-            given = [[tensor_of(view, self.layout) for view in batch] for batch in batches]
+        if (
+            tensors
+        ):  # in torch's own memory, as an engine's are: memory that torch was lent is looked at before each copy
+            import torch
+
+            given = [[torch.full(self.layout.shape, 0xA5, dtype=torch.uint8) for _ in batch] for batch in batches]
         self._given = cycle(given)
         self.plain = _copies(self.layout)
         self.alone = _alone(self.layout.nbytes) if native is not None and not tensors else {}

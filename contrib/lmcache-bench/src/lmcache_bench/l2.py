@@ -137,9 +137,9 @@ def _refused(tier: str, error: ValidationError) -> str:
         (".".join(map(str, each["loc"])) or "its settings", each["type"], each["msg"])
         for each in error.errors(include_input=False, include_url=False, include_context=False)
     ]
-    said = "; ".join(f"{name} is missing" if kind == "missing" else f"{name}: {words}" for name, kind, words in wrong)
+    why = "; ".join(f"{name} is missing" if kind == "missing" else f"{name}: {text}" for name, kind, text in wrong)
     cure = " ".join(f"--set {name}=VALUE" for name, _, _ in wrong)
-    return f"no tier of type {tier!r} can be made: {said}: say {cure}; lmcache-core plugins show {tier} lists them all"
+    return f"no tier of type {tier!r} can be made: {why}: say {cure}; lmcache-core plugins show {tier} lists them all"
 
 
 class _Sides:

@@ -21,15 +21,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lmcache_bench.workers import ending_cleanly
-from lmcache_core.client.client import Client
+from lmcache_core import Client
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.limits import INDEX_ENTRY_BYTES, KEY_BYTES, PAGE_BYTES
 from lmcache_core.native import native, why_not
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.room import check_room, room
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
     from lmcache_core._native import Index

@@ -14,23 +14,25 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
-from lmcache_core.client.results import Status
-from lmcache_core.errors import PoolError
+from lmcache_core import Status
+from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.limits import KEY_BYTES, PAGE_BYTES
+from lmcache_core.plugins.suggest import install_command
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 NAMESPACE = Names("bench", Layout("uint8", (PAGE_BYTES,)))
 POOL_BYTES = 128 << 20
@@ -66,7 +68,7 @@ class ObservedServer(ServerProcess):
             *("--subscribers.jsonl.path", str(self.directory / "events.jsonl")),
             *("--subscribers.kv_events.endpoint", f"ipc://{self.directory / 'kv'}"),
             *("--subscribers.kv_events.replay_endpoint", f"ipc://{self.directory / 'kv-replay'}"),
-            *("--record.dir", str(self.directory / "record")),
+            *("--operations.record.dir", str(self.directory / "record")),
             *("--otel.endpoint", self._collector_url),
         ]
 
@@ -77,8 +79,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, bench: Bench) -> None:
     """Round trips and stores at both servers, in turns."""
-    import lmcache_core.observe.exposition  # noqa: F401  # what scrapes needs it: say so before the work
-
+    if find_spec("lmcache_http") is None:
+        raise UsageError("bench observe needs lmcache-http to render the metrics", cure=install_command("lmcache-http"))
     effort = QUICK if bench.quick else FULL
     bench.steps(effort.rounds + 1)
     times: dict[tuple[str, str], list[float]] = {}
@@ -105,17 +107,18 @@ def run(options: Namespace, bench: Bench) -> None:
         for _ in range(effort.long_turns):
             for which, client in clients.items():
                 times.setdefault(("stores", which), []).extend(_times_us(partial(_store, client), effort.more_stores))
-        told = clients["on"].status()
-    if not told["tracing"]["exported"] or not told["recording"]["operations"] or not told["events"]["emitted"]:
-        raise PoolError(f"the server has sent no events or spans, so nothing was measured: {told['tracing']}")
+        status = clients["on"].status()
+    recording = status["operations"]["record"]
+    if not status["tracing"]["exported"] or not recording["operations"] or not status["events"]["emitted"]:
+        raise PoolError(f"the server has sent no events or spans, so nothing was measured: {status['tracing']}")
     for what, name, target in (
         ("noop", "noop p99, all on", None),
         ("store", f"store of {STORE_KEYS} keys p99, all on", STORE_P99_RATIO_MAX),
         ("stores", f"the same, {effort.more_stores} without a pause", None),
     ):
         bench.record(name, _p99(times[what, "on"]), "us", floor=_p99(times[what, "off"]), target=target)
-    told_of = {"events": told["events"]["dropped"], "spans": told["tracing"]["dropped"]}
-    for what, dropped in (told_of | {"operations": told["recording"]["dropped"]}).items():
+    dropped_of = {"events": status["events"]["dropped"], "spans": status["tracing"]["dropped"]}
+    for what, dropped in (dropped_of | {"operations": recording["dropped"]}).items():
         bench.record(f"{what} dropped", dropped, "n")
 
 
@@ -166,8 +169,8 @@ def _collect(connection: Connection) -> None:
 
 def _scrape(connection: Connection, name: str, runtime_dir: Any) -> None:
     """A worker process: renders the metrics once a second, as a scraper's helper does."""
-    from lmcache_core.client.client import Client
-    from lmcache_core.observe.exposition import text_of
+    from lmcache_core import Client
+    from lmcache_http.metrics import text_of
 
     with Client.connect(name, runtime_dir=runtime_dir, maps_pool=False) as client:
         text_of(client.status())

@@ -24,21 +24,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmcache_bench.copy import fresh_keys, threads_given
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import ending_cleanly
-from lmcache_core.client.copying import CopyThreads, address_of, threads_to_copy
-from lmcache_core.client.pages import PageEntry
-from lmcache_core.client.regions import PageGroup, Region
-from lmcache_core.client.results import Status
+from lmcache_core import PageEntry, PageGroup, Region, Status
+from lmcache_core.buffers import address_of
+from lmcache_core.client import CopyThreads, threads_to_copy
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.limits import COPY_THREADS_AUTO_MAX
 from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "4 MiB": 4 * MIB, "16 MiB": 16 * MIB}

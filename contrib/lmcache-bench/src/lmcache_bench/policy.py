@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
     from lmcache_core.kernel.contracts import EvictionPolicy
     from lmcache_core.plugins.registry import Registry
-    from lmcache_core.policies.simulation import SimulatedEntry
+    from lmcache_lab.simulation import SimulatedEntry
 
 SUMMARY = "cost an entry of each eviction policy, by the number of residents"
 
@@ -90,7 +90,7 @@ def _needs_settings(registry: Registry, name: str) -> bool:
 
 def _measure(policy: EvictionPolicy, residents: int) -> _Costs:
     from lmcache_core.limits import KEY_BYTES
-    from lmcache_core.policies.simulation import SimulatedEntry
+    from lmcache_lab.simulation import SimulatedEntry
 
     rng = random.Random(residents)
 

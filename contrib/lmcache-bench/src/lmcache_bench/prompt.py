@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
-from lmcache_core.client.client import Client
-from lmcache_core.client.copying import tensor_of
+from lmcache_core import Client
+from lmcache_core.client import tensor_of
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.limits import CHUNK_TOKENS, SLAB_BYTES
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess, temporary_directory
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess, temporary_directory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -94,22 +94,22 @@ def run(options: Namespace, bench: Bench) -> None:
         arguments = server.name, server.runtime_dir, floor
         workers = [stack.enter_context(WorkerProcess(_worker, *arguments)) for _ in range(max(options.workers))]
         for count in options.workers:
-            words = f"{count} worker{'s' if count > 1 else ''}"
-            bench.step(f"{what}, {words}")
+            workers_text = f"{count} worker{'s' if count > 1 else ''}"
+            bench.step(f"{what}, {workers_text}")
             times = _measure(server, workers[:count], chunks, rounds.of(most))
             for group in ("store", "retrieve"):
                 ours, bare = (tokens * TOKEN_BYTES / median(times[side, group]) / 1e9 for side in ("ours", "pickle"))
-                bench.record(f"{group} {what}, {words}", ours, "GB/s", floor=bare, lower_is_better=False)
+                bench.record(f"{group} {what}, {workers_text}", ours, "GB/s", floor=bare, lower_is_better=False)
 
 
-def _tokens(asked: int | None, *, quick: bool) -> int:
+def _tokens(tokens: int | None, *, quick: bool) -> int:
     """How many tokens fit, in whole chunks. Raises `NotEnoughMemoryError` if hardly any do."""
     from lmcache_core.pool.backing import Backing
     from lmcache_core.pool.room import room
 
     free_bytes = room(Backing.SHM).available_bytes
     fitting = int(free_bytes * MEMORY_FRACTION) // TOKEN_BYTES
-    wanted = asked or min(fitting, QUICK_TOKENS if quick else TOKENS)
+    wanted = tokens or min(fitting, QUICK_TOKENS if quick else TOKENS)
     if fitting < MINIMUM_TOKENS or wanted > 2 * fitting:
         raise NotEnoughMemoryError(
             f"{free_bytes >> 20:,} MiB are free and a prompt of {max(wanted, MINIMUM_TOKENS):,} tokens needs "

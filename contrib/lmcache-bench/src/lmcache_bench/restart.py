@@ -25,16 +25,16 @@ from uuid import uuid4
 
 import xxhash
 
+from lmcache_core import Client
 from lmcache_core.cli.bench.harness import Bench
-from lmcache_core.client.client import Client
 from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
 from lmcache_core.pool.backing import Access, segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Settings
-from lmcache_core.testing.processes import temporary_directory
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.processes import temporary_directory
 
 OBJECTS, OBJECTS_QUICK = 1_000_000, 100_000
 NAMESPACE = Namespace("bench-restart", Layout("uint8", (4096,)))
@@ -58,10 +58,10 @@ def run(options: argparse.Namespace, bench: Bench) -> None:
         stack.callback(segment_path(name).unlink, missing_ok=True)
         bench.step(f"filling a pool with {objects:,} objects")
         with _child("fill", name, directory, objects) as filler:
-            _said(filler, "filled")
+            _line_from(filler, "filled")
         bench.step("adopting it")
         with _child("serve", name, directory, objects) as server:
-            _said(server, "imported")
+            _line_from(server, "imported")
             first_s, longest_s, report = _measure(server, name, directory, objects)
     adopted = f"{objects:,} objects adopted"
     bench.record(f"{adopted}, first hit", first_s, "s", target=TARGET_S)
@@ -76,8 +76,8 @@ def _measure(server: subprocess.Popen[str], name: str, directory: Path, objects:
         key, into = _key(objects // 2), bytearray(4096)
         assert server.stdin is not None
         print("go", file=server.stdin, flush=True)
-        began_s = float(_said(server, "began").split()[1])
-        _said(server, "ready")
+        began_s = float(_line_from(server, "began").split()[1])
+        _line_from(server, "ready")
         _until(lambda: client.retrieve([key], [into], namespace=NAMESPACE).hits)
         first_s = time.monotonic() - began_s
         if bytes(into) != _content(key):
@@ -85,9 +85,9 @@ def _measure(server: subprocess.Popen[str], name: str, directory: Path, objects:
         longest_s, report = 0.0, _adopted(other)
         while report["made_s"] is None:
             for _ in range(20):
-                asked_s = time.monotonic()
+                sent_s = time.monotonic()
                 other.ping()
-                longest_s = max(longest_s, time.monotonic() - asked_s)
+                longest_s = max(longest_s, time.monotonic() - sent_s)
             report = _adopted(other)
         if report["objects"] != objects or any(report["dropped"].values()):
             raise AssertionError(f"not all was adopted: {report}")
@@ -119,10 +119,10 @@ def _child(what: str, name: str, directory: Path, objects: int) -> Iterator[subp
             child.kill()
 
 
-def _said(child: subprocess.Popen[str], word: str) -> str:
+def _line_from(child: subprocess.Popen[str], start: str) -> str:
     assert child.stdout is not None
     line = child.stdout.readline()
-    if not line.startswith(word):
+    if not line.startswith(start):
         raise CacheError(f"a process of the bench ended early: it said {line!r}")
     return line
 
@@ -151,8 +151,8 @@ def _fill(settings: Settings, objects: int) -> None:
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.pool.populate import populate
     from lmcache_core.protocol.address import make_server_directory
-    from lmcache_core.server.components import build_kernel, open_pool
-    from lmcache_core.server.l1 import L1
+    from lmcache_core.server.pool.l1 import L1
+    from lmcache_core.server.pool.opening import build_kernel, open_pool
 
     directory = make_server_directory(settings.name, settings.runtime_dir, Access.OWNER, ())
     segment = open_pool(settings, directory)

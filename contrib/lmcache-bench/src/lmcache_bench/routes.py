@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from lmcache_bench.echo import Echo, SeqpacketEcho, ZmqEcho, serve_seqpacket, serve_zmq
 from lmcache_bench.workers import WorkerProcess
-from lmcache_core.client.address import CurveKeys
-from lmcache_core.client.client import Client
-from lmcache_core.testing.processes import ServerProcess, cpu_s, temporary_directory
+from lmcache_core import Client
+from lmcache_core.client import CurveKeys
+from lmcache_testing.processes import ServerProcess, cpu_s, temporary_directory
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -121,7 +121,7 @@ def embedded_server(size_bytes: int) -> Iterator[Server]:
             l1={"size_bytes": size_bytes, "watermark": 1.0},
         )
         with Server(settings, load_plugins()) as server:
-            server.populator.wait()
+            server.parts.populator.wait()
             yield server
 
 

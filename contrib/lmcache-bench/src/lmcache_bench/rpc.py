@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.routes import CARRIERS, EmbeddedRoute, Route, open_routes, server_cpu_s
 from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
-from lmcache_core.client.results import Status
+from lmcache_core import Status
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import CALL_TIMEOUT_S, KEY_BYTES, PAGE_BYTES
 from lmcache_core.native import native
@@ -34,8 +34,8 @@ from lmcache_core.tokens.namespace import Namespace as Names
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 GROUPS = ("noop", "calls", "free", "full", "cpu", "hits", "beside")
 CLIENTS = (1, 2, 4)
@@ -188,7 +188,7 @@ def _call_for(route: Route, bare: bool, seconds: float) -> float:
     with route.client() as client:
         client.noop()
         channel = client.links.current().channel  # a client's own calls wait for each reply
-        return _pipelined(lambda: channel.start(Noop), lambda call: channel.wait(call, CALL_TIMEOUT_S), seconds)
+        return _pipelined(lambda: channel.start(Noop(0)), lambda call: channel.wait(call, CALL_TIMEOUT_S), seconds)
 
 
 def _pipelined(start: Callable[[], Any], finish: Callable[[Any], object], seconds: float) -> float:
@@ -337,11 +337,11 @@ def _retrieve_ms(client: Client, keys: Sequence[bytes]) -> float:
     return took_ms
 
 
-def _expect(statuses: Sequence[Status], wanted: Status, word: str) -> None:
+def _expect(statuses: Sequence[Status], wanted: Status, what: str) -> None:
     if statuses.count(wanted) != len(statuses):
         other = next(status for status in statuses if status is not wanted)
         raise PoolError(
-            f"{statuses.count(wanted)} of {len(statuses)} keys were {word}, one is {other}: measured nothing"
+            f"{statuses.count(wanted)} of {len(statuses)} keys were {what}, one is {other}: measured nothing"
         )
 
 

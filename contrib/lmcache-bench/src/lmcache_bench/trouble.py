@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_bench.workers import WorkerProcess, orders
 from lmcache_core.errors import PluginError, TierError
+from lmcache_core.plugins.suggest import install_command
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 OBJECT_BYTES = 64 << 10
 NAMESPACE = Namespace("bench", Layout("uint8", (OBJECT_BYTES,)))
@@ -49,7 +50,9 @@ class TierServer(ServerProcess):
         self._settings = settings
 
     def _command(self) -> list[str]:
-        flags = [word for name, value in self._settings.items() for word in (f"--{name.replace('__', '.')}", value)]
+        flags = [
+            argument for name, value in self._settings.items() for argument in (f"--{name.replace('__', '.')}", value)
+        ]
         return [*super()._command(), *flags]
 
 
@@ -133,7 +136,7 @@ def _lookups(bench: Bench, bare: TierServer) -> None:
 
 def _work(connection: Connection, name: str, runtime_dir: str) -> None:
     """A worker that stores to the tier and loads from it without pauses."""
-    from lmcache_core.client.client import Client
+    from lmcache_core import Client
 
     source = [os.urandom(OBJECT_BYTES) for _ in range(64)]
     with Client.connect(name, runtime_dir=runtime_dir) as client:
@@ -281,4 +284,4 @@ def check_installed(name: str) -> None:
     registry = load_plugins()
     for each in (name, "fs"):
         if not registry.offers(Kind.L2_ADAPTER, each):
-            raise PluginError(f"this bench needs lmcache-{each}: pip install lmcache-{each}")
+            raise PluginError(f"this bench needs lmcache-{each}", cure=install_command(f"lmcache-{each}"))

@@ -55,14 +55,14 @@ class ArrayView(np.ndarray[Any, Any]):
             owner = below
         return owner.valid()
 
-    def __dlpack__(self, **asked: Any) -> Any:
+    def __dlpack__(self, **options: Any) -> Any:
         """The view for another library: without a copy if the library supports read-only memory, else a copy."""
         try:
-            return super().__dlpack__(**asked)
+            return super().__dlpack__(**options)
         except BufferError:
-            if asked.get("copy") is False:
+            if options.get("copy") is False:
                 raise
-            return np.array(self, subok=False).__dlpack__(**asked)
+            return np.array(self, subok=False).__dlpack__(**options)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         """The result of a computation has its own memory."""

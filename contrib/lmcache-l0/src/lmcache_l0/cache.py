@@ -93,7 +93,7 @@ class SharedCache(_table.Table):
         huge_pages: bool = False,
         wait_s: float = WAIT_S,
     ) -> None:
-        asked = {
+        figures = {
             "size_gb": size_gb,
             "max_value_size": max_value_size,
             "hash_slots": hash_slots,
@@ -101,7 +101,7 @@ class SharedCache(_table.Table):
             "spares": spares,
             "max_key_size": max_key_size,
         }
-        given: dict[str, Any] = {name: figure for name, figure in asked.items() if figure is not None}
+        given: dict[str, Any] = {name: figure for name, figure in figures.items() if figure is not None}
         if create and read_only:
             raise UsageError("create=True and read_only=True: a table that cannot be written cannot be made")
         if not 0 < wait_s <= _table.WAIT_S_MAX:

@@ -56,7 +56,7 @@ class L0Engine(Companion):
         self._waiting: dict[Name, int] = {}  # hot → generation
         self._stuck: dict[bytes, None] = {}  # keys of L0 that could not be taken out
         self._on_again = False  # once nothing is stuck
-        self._told: frozenset[Name] = frozenset()  # what the last walk reported to L1 as used
+        self._reported: frozenset[Name] = frozenset()  # what the last walk reported to L1 as used
         self._demoting = False
         self._retired = False
         self._cursor = self._walks = 0
@@ -85,7 +85,7 @@ class L0Engine(Companion):
         for item in objects:
             if self._record_bytes(item.layout_id) and not item.temporary:
                 name = (item.namespace, item.key)
-                if name in self._told:
+                if name in self._reported:
                     continue  # that was L0 itself
                 if self._heat.use(name, now) and len(self._waiting) < WAITING_KEYS_MAX:
                     self._waiting[name] = item.generation
@@ -190,7 +190,7 @@ class L0Engine(Companion):
         whose count is zero."""
         table, first = self._table, self._cursor
         if not len(table) or not table.enabled:  # the table is off: the walk starts over
-            self._told, self._cursor, self._demoting, self._walk_at_s = frozenset(), 0, False, now + WALK_S
+            self._reported, self._cursor, self._demoting, self._walk_at_s = frozenset(), 0, False, now + WALK_S
             return
         self._cursor, rows = table.scan(first, WALKED_KEYS_A_STEP, WALKED_SLOTS_A_STEP)
         if self._demoting or self._walks % COOLING_WALKS == 0:
@@ -207,7 +207,7 @@ class L0Engine(Companion):
                 if name is not None:
                     self._heat.demoted(name, now)
         self._demoting = self._demoting and len(table) > self._demote_to_keys
-        self._told = frozenset(used)
+        self._reported = frozenset(used)
         if used:
             self._context.used(used)  # counted in `read`, after this step
         walked = (self._cursor or table.hash_slots) - first

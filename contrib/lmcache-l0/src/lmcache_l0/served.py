@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from lmcache_core.client.client import Client
-    from lmcache_core.client.results import Status
+    from lmcache_core import Client, Status
 
 MAX_VALUE_SIZE = 4096 - HEAD.size  # with its head, a page of L1
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lmcache_core.settings.paths import AbsolutePath
 from lmcache_core.settings.sizes import Size
 
 FOLDER = Path("/dev/shm")
@@ -30,7 +31,7 @@ class L0Settings(BaseModel):
     hash_slots: Annotated[int, Field(gt=0)] | None = Field(
         default=None, description="slots; none: as many as fit. Plan for the hot keys divided by 0.6"
     )
-    folder: Path = Field(default=FOLDER, description="the folder of the file, which is named after the server")
+    folder: AbsolutePath = Field(default=FOLDER, description="the folder of the file, which is named after the server")
     promote_after: int = Field(default=3, ge=1, le=1000, description="uses within a minute or so that make a key hot")
     demote_at: Annotated[float, Field(gt=0, le=LOAD_MAX)] = Field(
         default=0.65, description="fill at which demotion starts"

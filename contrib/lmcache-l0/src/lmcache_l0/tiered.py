@@ -27,8 +27,7 @@ from lmcache_l0.cache import SharedCache
 from lmcache_l0.errors import TableFullError, TableLoadWarning, ValueTooLargeError
 
 if TYPE_CHECKING:
-    from lmcache_core.client.client import Client
-    from lmcache_core.client.results import Status
+    from lmcache_core import Client, Status
 
 VALUE_CLASSES_BYTES = (4 << 10, 64 << 10, 1 << 20)
 COUNTED_KEYS_MAX = 1 << 16  # keys that are counted but not yet hot; beyond it counting starts over
@@ -141,7 +140,7 @@ class TieredCache:
             self.l0.delete(key)
 
     def _to_l1(self, name: bytes, value: bytes, room: int) -> Status:
-        from lmcache_core.client.results import Status
+        from lmcache_core import Status
 
         nonce = secrets.token_bytes(16)
         with self._client.prepare_store([name], namespace=self.rooms[0]) as lease:
@@ -164,7 +163,7 @@ class TieredCache:
     def _again(self, name: bytes, value: bytes) -> Status:
         """The key has a record. It is valid, unless L1 has evicted the object that it names: then a value that fits its
         class replaces that object. FULL: this value does not fit, and can be set once the record is evicted too."""
-        from lmcache_core.client.results import Status
+        from lmcache_core import Status
 
         record = self._record(name)
         if record is None or record[1] == 0:

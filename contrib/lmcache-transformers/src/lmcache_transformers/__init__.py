@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache_transformers.generator import CachedGenerator, Generated
+    from lmcache_transformers.geometry import cache_argument
     from lmcache_transformers.prefix_cache import Prefix, PrefixCache, Stored
     from lmcache_transformers.support import refusal
 
 __version__ = "0.1.0"
 
-__all__ = ["CachedGenerator", "Generated", "Prefix", "PrefixCache", "Stored", "__version__", "refusal"]
+__all__ = [
+    "CachedGenerator",
+    "Generated",
+    "Prefix",
+    "PrefixCache",
+    "Stored",
+    "__version__",
+    "cache_argument",
+    "refusal",
+]
 
 _LAZY = {
     "CachedGenerator": "lmcache_transformers.generator",
@@ -22,6 +32,7 @@ _LAZY = {
     "Prefix": "lmcache_transformers.prefix_cache",
     "PrefixCache": "lmcache_transformers.prefix_cache",
     "Stored": "lmcache_transformers.prefix_cache",
+    "cache_argument": "lmcache_transformers.geometry",
     "refusal": "lmcache_transformers.support",
 }
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.client.regions import Region
+from lmcache_core import Region
+from lmcache_core.buffers import check_tensor
 from lmcache_core.errors import UsageError
-from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.layout import DTYPE_BYTES, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +26,18 @@ if TYPE_CHECKING:
 
 
 def layout_of(geometry: Geometry, chunk_tokens: int) -> Layout:
-    """The layout of one chunk, as bytes: keys and values may differ in shape. `Geometry.format` says what the bytes
-    mean."""
-    return Layout("uint8", (chunk_tokens * geometry.token_bytes,))
+    """The layout of one chunk: axes where all layers have the same shape, else values in a row, or bytes where layers
+    differ in dtype, too. `Geometry.format` says which layer has what."""
+    shapes = {(each.heads, each.key_dim, each.value_dim) for each in geometry.layers}
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in geometry.layers}
+    nbytes = chunk_tokens * geometry.token_bytes
+    if len(dtypes) > 1 or not dtypes <= DTYPE_BYTES.keys():
+        return Layout("uint8", (nbytes,))
+    (dtype,) = dtypes
+    heads, key_dim, value_dim = min(shapes)
+    if len(shapes) > 1 or key_dim != value_dim:
+        return Layout(dtype, (nbytes // DTYPE_BYTES[dtype],))
+    return Layout(dtype, (len(geometry.layers), 2, heads, chunk_tokens, key_dim), "LKHTD")
 
 
 def regions_of(
@@ -79,7 +89,8 @@ def _held(layer: Any, shape: LayerShape, tokens: int, reserved: bool) -> tuple[t
 
 def _of_heads(tensor: torch.Tensor, chunk_tokens: int, chunks: int) -> list[Region]:
     if tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
-        tensor = tensor.contiguous()  # for a cache that keeps heads inside of tokens
+        # For a cache that keeps heads inside of tokens. Pages are looked at when they are copied; this is a copy, too.
+        tensor = check_tensor(tensor, "a tensor of the cache").tensor.contiguous()
     item = tensor.element_size()
     page_bytes = chunk_tokens * tensor.shape[3] * item
     step = tensor.stride(1) * item

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import CHUNK_TOKENS
+from lmcache_transformers.geometry import cache_argument
 from lmcache_transformers.handover import CACHES, joined
 from lmcache_transformers.prefix_cache import Prefix, PrefixCache
 from lmcache_transformers.support import counts_positions_by_cache
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from lmcache_core.client.client import Client
+    from lmcache_core import Client
 
 # Options of `generate` that do more than one answer for each prompt, token by token.
 _OTHER_WAYS = (
@@ -28,7 +29,7 @@ _OTHER_WAYS = (
 )
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 _SEVERAL = ("num_beams", "num_return_sequences")
-_OWN = ("past_key_values", "input_ids", "inputs", "attention_mask", "position_ids")
+_OWN = ("cache", "past_key_values", "input_ids", "inputs", "attention_mask", "position_ids")
 
 
 @dataclass
@@ -139,7 +140,7 @@ class CachedGenerator:
             cache_config or {},
             answer_tokens,
         )
-        inputs = {"past_key_values": cache} | _kind(None, None)
+        inputs = cache_argument(self._model, cache) | _kind(None, None)
         return self._finish(sequences, [prefix.tokens_reused for prefix in prefixes], inputs, options, moved)
 
     def _computed(self, tokens: list[int], room_tokens: int, moved: Moved) -> Prefix:
@@ -155,11 +156,10 @@ class CachedGenerator:
         with torch.no_grad():
             for at in range(first, last, step):
                 end = min(at + step, last)
-                said = {"position_ids": _ids([list(range(at, end))], ids.device)} if self._takes_positions else {}
-                part: Any = (
-                    said | self._last_logits
-                )  # positions, as model.generate gives them: some models count otherwise
-                self._model(input_ids=ids[:, at:end], past_key_values=prefix.cache, use_cache=True, **part)
+                positions = {"position_ids": _ids([list(range(at, end))], ids.device)} if self._takes_positions else {}
+                # Positions, as model.generate gives them: some models count otherwise.
+                part: Any = positions | self._last_logits | cache_argument(self._model, prefix.cache)
+                self._model(input_ids=ids[:, at:end], use_cache=True, **part)
         if last // step * step > first:
             started_s = time.perf_counter()
             moved.stored_bytes += self.prefixes.store(tokens[:last], prefix.cache).nbytes

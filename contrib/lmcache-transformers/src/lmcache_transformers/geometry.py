@@ -7,6 +7,7 @@ sizes), so nothing is read from them: the model computes one token, and we inspe
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,12 @@ class Geometry:
         return f"transformers LKHTD {chunk_tokens} {dtypes} {layers} config {self.config_digest}"
 
 
+def cache_argument(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
+    """`cache` as the keyword that this model takes it by, for `forward` and `generate`: transformers 5.24 renamed
+    `past_key_values` to `cache`, and a model with code of its own may have either."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
 def geometry_of(model: PreTrainedModel) -> Geometry:
     """Compute one token and look at the cache. Raises `UsageError` for a cache that holds anything but keys and
     values."""
@@ -72,7 +79,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
     name = model.config.model_type
     if cache.get_seq_length() != 1:
         raise UsageError(f"the model {name!r} does not fill the cache that it is given: it cannot be served")
@@ -95,5 +102,5 @@ def _shape(name: str, index: int, layer: Any) -> LayerShape | None:
 
 def _digest(config: Any) -> str:
     """A digest of the configuration: rope scaling, window sizes and the like change KV under the same name."""
-    said = {name: value for name, value in config.to_dict().items() if name not in _IDLE}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = {name: value for name, value in config.to_dict().items() if name not in _IDLE}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]

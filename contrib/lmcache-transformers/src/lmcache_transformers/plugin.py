@@ -1,4 +1,4 @@
-"""What this package adds to lmcache-core: the command `demo`. Imports nothing heavy."""
+"""What this package adds to lmcache-core: the commands `demo` and `quality`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lmcache_core import hookimpl
 
 @hookimpl
 def lmcache_add_commands(subparsers: _SubParsersAction[Any]) -> None:
-    from lmcache_transformers.demo.command import add_command
+    from lmcache_transformers.demo import command as demo
+    from lmcache_transformers.quality import command as quality
 
-    add_command(subparsers)
+    demo.add_command(subparsers)
+    quality.add_command(subparsers)

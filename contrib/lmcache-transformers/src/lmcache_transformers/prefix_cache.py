@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_core.client.results import Status
-from lmcache_core.errors import UsageError
+from lmcache_core import Status
 from lmcache_core.limits import CHUNK_TOKENS
 from lmcache_core.tokens import Namespace, chunk_keys
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_transformers.chunks import layout_of, regions_of
 from lmcache_transformers.geometry import geometry_of
 from lmcache_transformers.support import check_model, tokens_max
-from lmcache_transformers.weights import computed_by
+from lmcache_transformers.weights import computed_by, names_of
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
 
-    from lmcache_core.client.client import Client
+    from lmcache_core import Client
 
 
 class Prefix(NamedTuple):
@@ -40,7 +39,8 @@ class PrefixCache:
     """Loads and stores prompt prefixes of one model, through one client.
 
     `model_name` and `weights_version` say whose KV it is: give the same ones wherever the weights are the same, and
-    other ones where they are not. By default they are the path and the commit that the model was loaded from. A few
+    other ones where they are not. By default they are the repository and commit that the model was loaded from, or the
+    content of the folder, wherever that is. A few
     values of every weight are in the keys too: weights that change under one name do not find KV of the old ones.
     `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for a tier; chunks that are not there by then
     are computed. `unproven_ok`: accept models that were not proven.
@@ -62,11 +62,7 @@ class PrefixCache:
         unproven_ok: bool = False,
     ) -> None:
         check_model(model, unproven_ok=unproven_ok)
-        model_name = model_name or getattr(model.config, "_name_or_path", "")
-        if not model_name:
-            raise UsageError(
-                "the model does not say where it was loaded from: give model_name, which names its weights"
-            )
+        model_name, weights_version = names_of(model, model_name, weights_version)
         self.client = client
         self.chunk_tokens = chunk_tokens
         self.geometry = geometry_of(model)
@@ -74,7 +70,7 @@ class PrefixCache:
         self.namespace = Namespace(
             model_name,
             self.layout,
-            weights_version or getattr(model.config, "_commit_hash", None) or "",
+            weights_version,
             tenant_salt=tenant_salt,
             format=self.geometry.format(chunk_tokens),
         )
@@ -91,8 +87,8 @@ class PrefixCache:
         """The longest cached prefix of `tokens`, in whole chunks, as a cache to call the model with.
 
         At least one token is always left to compute: the model needs one to predict the next. Call the model with
-        `tokens[prefix.tokens_reused:]` and `past_key_values=prefix.cache`. `room_tokens`: how many tokens the cache
-        will hold in the end; more are possible, and cost a copy.
+        `tokens[prefix.tokens_reused:]` and `cache=prefix.cache` (before transformers 5.24: `past_key_values`).
+        `room_tokens`: how many tokens the cache will hold in the end; more are possible, and cost a copy.
 
         If positions depend on the length of the prompt (see `tokens_max`), longer ones find nothing.
         """

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import UsageError
+from lmcache_core.tokens import weights_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +23,25 @@ if TYPE_CHECKING:
 _VALUES = 64  # of each tensor, evenly spread
 
 
+def names_of(model: PreTrainedModel, model_name: str, weights_version: str) -> tuple[str, str]:
+    """The name of a model and the state of its weights: those given, or the repository and commit that it was loaded
+    from, or its class and the content of the folder. Raises `UsageError` if it came from none of these."""
+    path, commit = getattr(model.config, "_name_or_path", ""), getattr(model.config, "_commit_hash", None)
+    if not model_name and not weights_version and not commit and path and Path(path).is_dir():
+        with suppress(UsageError):  # a folder of another format is known by its path
+            return type(model).__name__, weights_fingerprint(path)
+    if not model_name and not path:
+        raise UsageError("the model does not say where it was loaded from: give model_name, which names its weights")
+    return model_name or path, weights_version or commit or ""
+
+
 def computed_by(model: PreTrainedModel) -> bytes:
     """The part of the keys that describes the model as it is now. Raises `UsageError` if it is in training mode."""
     check_mode(model)
-    said = hashlib.sha256()
+    state = hashlib.sha256()
     for part in (*_weights(model), *_adapters(model), _autocast(model)):
-        said.update(len(part).to_bytes(8, "little") + part)
-    return b"computed by " + said.digest()
+        state.update(len(part).to_bytes(8, "little") + part)
+    return b"computed by " + state.digest()
 
 
 def check_mode(model: PreTrainedModel) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lmcache_core import ComponentSpec, Finding, Kind, PluginInfo, hookimpl
-
-if TYPE_CHECKING:
-    from lmcache_core.settings.model import Settings
+from lmcache_core import ComponentSpec, Kind, PluginInfo, hookimpl
 
 
 @hookimpl
@@ -27,10 +23,3 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             summary="objects on Lmdb",
         )
     ]
-
-
-@hookimpl
-def lmcache_check(settings: Settings) -> Sequence[Finding]:
-    from lmcache_lmdb.check import check_tiers
-
-    return check_tiers(settings)

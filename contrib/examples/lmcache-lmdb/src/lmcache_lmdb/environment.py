@@ -17,10 +17,6 @@ _READERS_MAX = 512
 _PAUSE_S = 0.002  # between two looks at another process's lock
 
 
-class LateError(Exception):
-    """Somebody else is writing, and the deadline has passed."""
-
-
 class Environment:
     """An open file. Readers never wait. Writers wait for each other here, because LMDB itself has no time-out."""
 
@@ -45,10 +41,10 @@ class Environment:
 
     @contextmanager
     def write(self, deadline: float) -> Iterator[Any]:
-        """A transaction, committed at the end. Raises `LateError` where others write until the deadline."""
+        """A transaction, committed at the end. Raises `TimeoutError` where others write until the deadline."""
         left_s = max(0.0, deadline - time.monotonic())
         if not self._writing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
-            raise LateError("another thread is writing")
+            raise TimeoutError("another thread is writing")
         try:
             while True:
                 try:
@@ -56,7 +52,7 @@ class Environment:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
-                        raise LateError("another process is writing") from None
+                        raise TimeoutError("another process is writing") from None
                     time.sleep(_PAUSE_S)
             try:
                 with self.lmdb.begin(write=True) as transaction:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import BaseModel, ConfigDict, Field
 
+from lmcache_core.settings.paths import AbsolutePath
 from lmcache_core.settings.sizes import Size
 
 
@@ -14,7 +13,7 @@ class LmdbSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path = Field(description="The database file. Created if it is missing; several servers may share one.")
+    path: AbsolutePath = Field(description="The database file. Created if missing; several servers may share one.")
     map_bytes: Size = Field(
         default=64 << 30, ge=1 << 20, description="The most that the file may grow to; a store beyond it answers FULL."
     )

@@ -3,154 +3,118 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar
 
-from lmcache_core.errors import TierError
+from lmcache_core.tiers.blocking import BlockingAdapter
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
-    L2Adapter,
     LoadItem,
     Outcome,
     Result,
-    ScanPage,
     StoreItem,
     Usage,
 )
-from lmcache_memcached.client import Connection, MemcachedError, Pool, RefusedError
+from lmcache_memcached.client import MemcachedError, Pool, RefusedError
 from lmcache_memcached.settings import MemcachedSettings
-
-Item = TypeVar("Item")
 
 # An item of memcached (-I, 1 MiB unless it is told otherwise) holds the value, the key, and a header of some 60 bytes.
 _ITEM_BYTES = 1 << 20
 _OBJECT_BYTES_MAX = _ITEM_BYTES - 512
 _USAGE_S = 1.0
-_LATE = Outcome(Result.FAILED, error="not started by its deadline", retryable=True)
 
 
-class MemcachedAdapter(L2Adapter):
+class MemcachedAdapter(BlockingAdapter):
     """Values of the memcached at `settings.host`, under keys that are hexadecimal: memcached takes no others."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         scan=False, evicts=True, shared=True, object_bytes_max=_OBJECT_BYTES_MAX
     )
 
+    errors = (MemcachedError, RefusedError)
+    cure = "start memcached there, or say where it is with l2.NAME.host and l2.NAME.port"
+
     def __init__(self, settings: MemcachedSettings, context: AdapterContext) -> None:
         self._settings = settings
-        self._tier = context.tier
         self._prefix = settings.prefix.encode()
         self._pool = Pool(settings.host, settings.port)
-        self._closed = False
+        super().__init__(context, self._pool)
 
     # --- what the server calls, from several threads at once --------------------------------------------------
-    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        return self._each(self._store_one, items, deadline)
-
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         """`mg KEY t`: without its value, and as a use of it."""
-        self._check_open()
-        try:
+
+        def ask() -> list[bool]:
             with self._pool.connection(deadline) as connection:
                 connection.send(b"".join(b"mg %s t\r\n" % self._name(key) for key in keys))
                 answers = [connection.line() for _ in keys]
                 if not all(answer.startswith((b"HD", b"EN")) for answer in answers):
                     raise MemcachedError(f"it answered {answers[0][:60]!r} to mg: version 1.6 or later is needed")
                 return [answer.startswith(b"HD") for answer in answers]
-        except MemcachedError as error:
-            raise TierError(f"tier {self._tier!r}: {error}", retryable=True) from error
 
-    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        return self._each(self._load_one, items, deadline)
-
-    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        return self._each(self._delete_one, keys, deadline)
+        return self.whole("look up", ask)
 
     def usage(self) -> Usage:
         """Of the whole memcached: it does not count by prefix, and counts what is flushed until it comes across it."""
-        self._check_open()
-        try:
+
+        def ask() -> Usage:
             with self._pool.connection(time.monotonic() + _USAGE_S) as connection:
                 connection.send(b"stats\r\n")
-                told: dict[bytes, bytes] = {}
+                figures: dict[bytes, bytes] = {}
                 while (line := connection.answer()) != b"END":
                     _, name, value = line.split(b" ", 2)
-                    told[name] = value
-                used, most = int(told[b"bytes"]), int(told[b"limit_maxbytes"])
-                return Usage(used, int(told[b"curr_items"]), max(0, most - used))
-        except (MemcachedError, RefusedError, KeyError) as error:
-            raise TierError(f"tier {self._tier!r}: {error}", retryable=True) from error
+                    figures[name] = value
+                if not {b"bytes", b"limit_maxbytes", b"curr_items"} <= figures.keys():
+                    raise MemcachedError("its stats say neither what it holds nor what it may")
+                used, most = int(figures[b"bytes"]), int(figures[b"limit_maxbytes"])
+                return Usage(used, int(figures[b"curr_items"]), max(0, most - used))
 
-    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        raise TierError(f"tier {self._tier!r}: memcached lists nothing", retryable=False)
+        return self.whole("tell its usage", ask)
 
     def medium(self) -> str:
         return f"memcached {self._settings.host}:{self._settings.port}, prefix {self._settings.prefix!r}"
 
-    def close(self) -> None:
-        self._closed = True
-        self._pool.close()
-
     # --- one object -------------------------------------------------------------------------------------------
-    def _store_one(self, connection: Connection, item: StoreItem) -> Outcome:
-        if item.nbytes > _OBJECT_BYTES_MAX:
-            return Outcome(Result.FAILED, error=f"{item.nbytes:,} bytes, and an item holds {_OBJECT_BYTES_MAX:,}")
-        connection.send(b"set %s 0 0 %d\r\n" % (self._name(item.key), item.nbytes), *item.buffers, b"\r\n")
-        answer = connection.answer()
-        if answer != b"STORED":
-            raise MemcachedError(f"it answered {answer[:60]!r} to set")
-        return Outcome(Result.DONE, item.nbytes)
+    def store_one(self, item: StoreItem, deadline: float) -> None:
+        with self._pool.connection(deadline) as connection:
+            connection.send(b"set %s 0 0 %d\r\n" % (self._name(item.key), item.nbytes), *item.buffers, b"\r\n")
+            answer = connection.answer()
+            if answer != b"STORED":
+                raise MemcachedError(f"it answered {answer[:60]!r} to set")
 
-    def _load_one(self, connection: Connection, item: LoadItem) -> Outcome:
-        connection.send(b"get %s\r\n" % self._name(item.key))
-        answer = connection.answer()
-        if answer == b"END":
-            return Outcome(Result.MISS)
-        _, _, _, length = answer.split(b" ")  # VALUE key flags bytes
-        nbytes, room = int(length), sum(buffer.nbytes for buffer in item.buffers)
-        if nbytes > room:
-            connection.skip(nbytes)
-        else:
-            connection.read_into(item.buffers, nbytes)
-        if connection.line() != b"" or connection.line() != b"END":
-            raise MemcachedError("no end where the object ends")
-        if nbytes > room:
-            return Outcome(Result.DAMAGED, error=f"it has {nbytes:,} bytes, and {room:,} were expected")
-        return Outcome(Result.DONE, nbytes)
+    def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+        with self._pool.connection(deadline) as connection:
+            connection.send(b"get %s\r\n" % self._name(item.key))
+            answer = connection.answer()
+            if answer == b"END":
+                return Outcome(Result.MISS)
+            _, _, _, length = answer.split(b" ")  # VALUE key flags bytes
+            nbytes, room = int(length), sum(buffer.nbytes for buffer in item.buffers)
+            if nbytes > room:
+                connection.skip(nbytes)
+            else:
+                connection.read_into(item.buffers, nbytes)
+            if connection.line() != b"" or connection.line() != b"END":
+                raise MemcachedError("no end where the object ends")
+            if nbytes > room:
+                return Outcome(Result.DAMAGED, error=f"it has {nbytes:,} bytes, and {room:,} were expected")
+            return Outcome(Result.DONE, nbytes)
 
-    def _delete_one(self, connection: Connection, key: bytes) -> Outcome:
-        connection.send(b"delete %s\r\n" % self._name(key))
-        answer = connection.answer()
-        if answer not in (b"DELETED", b"NOT_FOUND"):
-            raise MemcachedError(f"it answered {answer[:60]!r} to delete")
-        return Outcome(Result.DONE)
+    def delete_one(self, key: bytes, deadline: float) -> None:
+        with self._pool.connection(deadline) as connection:
+            connection.send(b"delete %s\r\n" % self._name(key))
+            answer = connection.answer()
+            if answer not in (b"DELETED", b"NOT_FOUND"):
+                raise MemcachedError(f"it answered {answer[:60]!r} to delete")
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
 
-    # --- all of them ------------------------------------------------------------------------------------------
-    def _each(
-        self, call: Callable[[Connection, Item], Outcome], items: Sequence[Item], deadline: float
-    ) -> list[Outcome]:
-        """One outcome for each item, in order. A refusal is of one item; after any other trouble a new connection is
-        made for the next one."""
-        self._check_open()
-        outcomes: list[Outcome] = []
-        for item in items:
-            if time.monotonic() >= deadline:
-                outcomes.append(_LATE)
-                continue
-            try:
-                with self._pool.connection(deadline) as connection:
-                    outcomes.append(call(connection, item))
-            except RefusedError as error:
-                full = "out of memory" in str(error)
-                outcomes.append(Outcome(Result.FULL if full else Result.FAILED, error=f"tier {self._tier!r}: {error}"))
-            except MemcachedError as error:
-                outcomes.append(Outcome(Result.FAILED, error=f"tier {self._tier!r}: {error}", retryable=True))
-        return outcomes
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+    # --- what went wrong --------------------------------------------------------------------------------------
+    def refused(self, what: str, error: Exception) -> Outcome:
+        """A refusal is of one item; after any other trouble a new connection is made for the next one."""
+        if not isinstance(error, RefusedError):
+            return super().refused(what, error)
+        result = Result.FULL if "out of memory" in str(error) else Result.FAILED
+        return Outcome(result, error=f"tier {self._tier!r} cannot {what}: {error}")

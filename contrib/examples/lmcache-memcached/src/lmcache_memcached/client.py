@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from typing import cast
 
 from lmcache_core.tiers import budget
+from lmcache_core.tiers.blocking import Connections
 
 _LINE_BYTES_MAX = 2048  # longer than any answer of one line
 
@@ -74,53 +73,21 @@ class Connection:
 
 
 class Pool:
-    """Connections that are not in use, and as many more as threads ask for."""
+    """Connections to one memcached."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._where = host, port
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._closed = False
+        self._where = f"{host}:{port}"
+        self._connections = Connections(lambda deadline: Connection(host, port, deadline), keeps=(RefusedError,))
+        self.close = self._connections.close
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
         """For one call. Raises `MemcachedError` for all that goes wrong on the way; such a connection is closed, and so
         is one that was given up by any other exception but a refusal."""
-        with self._lock:
-            if self._closed:
-                raise MemcachedError("closed")
-            connection = self._idle.pop() if self._idle else None
-        with budget.within(deadline):
-            try:
-                if time.monotonic() >= deadline:
-                    raise MemcachedError("no time is left")
-                connection = connection or Connection(*self._where, deadline)
-                yield connection
-            except RefusedError:
-                self._give_back(connection)
-                raise
-            except (OSError, MemcachedError, ValueError) as error:
-                if connection is not None:
-                    connection.close()
-                raise MemcachedError(f"{self._where[0]}:{self._where[1]}: {error or type(error).__name__}") from error
-            except BaseException:
-                if connection is not None:
-                    connection.close()
-                raise
-            else:
-                self._give_back(connection)
-
-    def _give_back(self, connection: Connection | None) -> None:
-        assert connection is not None
-        with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        try:
+            with budget.within(deadline):
+                budget.left_s()
+                with self._connections.one(deadline) as connection:
+                    yield connection
+        except (OSError, MemcachedError, ValueError) as error:
+            raise MemcachedError(f"{self._where}: {error or type(error).__name__}") from error

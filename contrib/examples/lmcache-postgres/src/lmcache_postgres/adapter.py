@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import psycopg
 
 from lmcache_core.errors import TierError
+from lmcache_core.tiers.blocking import BatchAdapter, filled
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
-    L2Adapter,
     LoadItem,
     Outcome,
     Result,
     ScanEntry,
-    ScanPage,
     StoreItem,
     Usage,
 )
-from lmcache_postgres.pool import LateError, Pool
+from lmcache_postgres.pool import Pool
 from lmcache_postgres.settings import PostgresSettings
 
 Answer = TypeVar("Answer")
 
 _OBJECT_BYTES_MAX = 512 << 20  # a value may have 1 GiB, and the client holds several copies of it
-_SCAN_PAGE_ENTRIES = 1000
 _USAGE_S = 1.0
 _AGAIN = ("08", "40", "53", "55", "57")  # connections, conflicts, resources, locks, an operator's doing
 
 
-class PostgresAdapter(L2Adapter):
+class PostgresAdapter(BatchAdapter):
     """Rows of `settings.table`. A batch is one transaction."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True, object_bytes_max=_OBJECT_BYTES_MAX)
+    errors = (psycopg.Error,)
+    cure = "say in l2.NAME.dsn where the database is, and as whom its table may be made and written"
 
     def __init__(self, settings: PostgresSettings, context: AdapterContext) -> None:
         self._table = settings.table
-        self._tier = context.tier
-        told = psycopg.conninfo.conninfo_to_dict(settings.dsn.get_secret_value())
-        self._place = f"{told.get('host', 'localhost')}:{told.get('port', 5432)}/{told.get('dbname', '')}"
+        dsn = psycopg.conninfo.conninfo_to_dict(settings.dsn.get_secret_value())
+        self._place = f"{dsn.get('host', 'localhost')}:{dsn.get('port', 5432)}/{dsn.get('dbname', '')}"
         self._pool = Pool(settings.dsn.get_secret_value(), _SETUP.format(table=settings.table))
-        self._closed = False
+        super().__init__(context, self._pool)
 
     # --- what the server calls, from several threads at once --------------------------------------------------
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
@@ -64,7 +64,7 @@ class PostgresAdapter(L2Adapter):
                 for item in items
             ]
 
-        return self._each(put, len(items), deadline)
+        return self.together("store", len(items), partial(self._transaction, put, deadline))
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         def ask(cursor: psycopg.Cursor) -> list[bool]:
@@ -72,17 +72,17 @@ class PostgresAdapter(L2Adapter):
             there = {key for (key,) in cursor}
             return [key in there for key in keys]
 
-        return self._whole(ask, deadline)
+        return self.whole("look up", partial(self._transaction, ask, deadline))
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
         def fetch(cursor: psycopg.Cursor) -> list[Outcome]:
             outcomes = []
             for item in items:  # one by one: a batch of large objects would be held twice
                 row = cursor.execute(f"SELECT content FROM {self._table} WHERE key = %s", (item.key,)).fetchone()
-                outcomes.append(Outcome(Result.MISS) if row is None else _filled(item, memoryview(row[0])))
+                outcomes.append(Outcome(Result.MISS) if row is None else filled(item, memoryview(row[0])))
             return outcomes
 
-        return self._each(fetch, len(items), deadline)
+        return self.together("load", len(items), partial(self._transaction, fetch, deadline))
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
         def remove(cursor: psycopg.Cursor) -> list[Outcome]:
@@ -90,7 +90,7 @@ class PostgresAdapter(L2Adapter):
                 cursor.execute(f"DELETE FROM {self._table} WHERE key = %s", (key,))
             return [Outcome(Result.DONE)] * len(keys)
 
-        return self._each(remove, len(keys), deadline)
+        return self.together("delete", len(keys), partial(self._transaction, remove, deadline))
 
     def usage(self) -> Usage:
         """Counted row by row: the table's size on disk includes rows that a vacuum has yet to free. A row's length is
@@ -101,53 +101,29 @@ class PostgresAdapter(L2Adapter):
             used, objects = row.fetchone() or (0, 0)
             return Usage(used, objects)
 
-        return self._whole(ask, time.monotonic() + _USAGE_S)
+        return self.whole("tell its usage", partial(self._transaction, ask, time.monotonic() + _USAGE_S))
 
-    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        """In the order of the keys; the cursor is the last key of the page, whether or not it is still there."""
-
-        def ask(found: psycopg.Cursor) -> ScanPage:
+    def entries_after(self, key: bytes, count: int, deadline: float) -> Sequence[ScanEntry]:
+        def ask(cursor: psycopg.Cursor) -> list[ScanEntry]:
             what = f"SELECT key, octet_length(content), stored_at_s FROM {self._table}"
-            last = bytes.fromhex(cursor or "")
-            found.execute(f"{what} WHERE key > %s ORDER BY key LIMIT %s", (last, _SCAN_PAGE_ENTRIES))
-            entries = [ScanEntry(*row) for row in found]
-            return ScanPage(entries, entries[-1].key.hex() if len(entries) == _SCAN_PAGE_ENTRIES else None)
+            cursor.execute(f"{what} WHERE key > %s ORDER BY key LIMIT %s", (key, count))
+            return [ScanEntry(*row) for row in cursor]
 
-        return self._whole(ask, deadline)
+        return self._transaction(ask, deadline)
 
     def medium(self) -> str:
         return f"the table {self._table} of {self._place}"
 
-    def close(self) -> None:
-        self._closed = True
-        self._pool.close()
-
     # --- inside -----------------------------------------------------------------------------------------------
-    def _each(self, call: Callable[[psycopg.Cursor], list[Outcome]], count: int, deadline: float) -> list[Outcome]:
-        """One outcome for each item: one transaction is done for all of them, or for none."""
-        self._check_open()
-        try:
-            with self._pool.transaction(deadline) as cursor:
-                return call(cursor)
-        except (psycopg.Error, LateError) as error:
-            full = isinstance(error, psycopg.errors.DiskFull)
-            result = Result.FULL if full else Result.FAILED
-            return [Outcome(result, error=self._words(error), retryable=not full and _is_passing(error))] * count
+    def _transaction(self, call: Callable[[psycopg.Cursor], Answer], deadline: float) -> Answer:
+        with self._pool.transaction(deadline) as cursor:
+            return call(cursor)
 
-    def _whole(self, call: Callable[[psycopg.Cursor], Answer], deadline: float) -> Answer:
-        self._check_open()
-        try:
-            with self._pool.transaction(deadline) as cursor:
-                return call(cursor)
-        except (psycopg.Error, LateError) as error:
-            raise TierError(self._words(error), retryable=_is_passing(error)) from error
-
-    def _words(self, error: Exception) -> str:
-        return f"tier {self._tier!r}: {self._place}: {' '.join(str(error).split())}"
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+    def refused(self, what: str, error: Exception) -> Outcome:
+        full, text = isinstance(error, psycopg.errors.DiskFull), " ".join(str(error).split())
+        message = f"tier {self._tier!r} cannot {what}: {self._place}: {text}"
+        failed = TierError(message, cure=self.cure, retryable=not full and _is_passing(error))
+        return Outcome.of(failed, Result.FULL if full else Result.FAILED)
 
 
 # The lock: two that make one table at once would both find it missing. EXTERNAL: no compression, so that a value's
@@ -165,15 +141,3 @@ def _is_passing(error: Exception) -> bool:
     """Whether a second try may do. What has no SQLSTATE never reached the database, or was cut off."""
     state = getattr(error, "sqlstate", None)
     return state is None or state.startswith(_AGAIN)
-
-
-def _filled(item: LoadItem, content: memoryview) -> Outcome:
-    room = sum(buffer.nbytes for buffer in item.buffers)
-    if content.nbytes > room:
-        return Outcome(Result.DAMAGED, error=f"it has {content.nbytes:,} bytes, and {room:,} were expected")
-    at = 0
-    for buffer in item.buffers:
-        part = content[at : at + buffer.nbytes]
-        buffer[: part.nbytes] = part
-        at += part.nbytes
-    return Outcome(Result.DONE, content.nbytes)

@@ -11,71 +11,44 @@ from collections.abc import Iterator
 
 import psycopg
 
+from lmcache_core.tiers.blocking import Connections
+from lmcache_core.tiers.streams import left_s
+
 _LONGEST_S = 86400.0  # neither the library nor the database counts beyond some weeks
 
 
-class LateError(Exception):
-    """No time was left to begin."""
-
-
 class Pool:
-    """Connections that are not in use, and as many more as threads ask for."""
+    """Connections to one database."""
 
     def __init__(self, dsn: str, setup: str) -> None:
         """`setup`: is run on each new connection."""
         self._dsn = dsn
         self._setup = setup
-        self._lock = threading.Lock()
-        self._idle: list[psycopg.Connection] = []
-        self._closed = False
+        self._connections = Connections(self._connect, self._prepare)
+        self.close = self._connections.close
 
     @contextlib.contextmanager
     def transaction(self, deadline: float) -> Iterator[psycopg.Cursor]:
-        """One transaction, committed at the end. Raises `psycopg.Error` and `LateError`."""
+        """One transaction, committed at the end. Raises `psycopg.Error` and `TimeoutError`."""
         deadline = min(deadline, time.monotonic() + _LONGEST_S)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise LateError("not started by its deadline")
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        connection = connection or self._made(deadline)
-        try:
-            with _cut_off_at(deadline, connection), connection.transaction(), connection.cursor(binary=True) as cursor:
-                left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-                cursor.execute(f"SET LOCAL statement_timeout = {left_ms}", prepare=False)
-                yield cursor
-        except BaseException:
-            if connection.broken or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-                connection.close()
-            else:
-                self._give_back(connection)
-            raise
-        self._give_back(connection)
+        left_s(deadline)
+        with (
+            self._connections.one(deadline) as connection,
+            _cut_off_at(deadline, connection),
+            connection.transaction(),
+            connection.cursor(binary=True) as cursor,
+        ):
+            left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+            cursor.execute(f"SET LOCAL statement_timeout = {left_ms}", prepare=False)
+            yield cursor
 
-    def _made(self, deadline: float) -> psycopg.Connection:
+    def _connect(self, deadline: float) -> psycopg.Connection:
         seconds = max(1, int(deadline - time.monotonic()))
-        connection = psycopg.connect(self._dsn, autocommit=True, connect_timeout=seconds, prepare_threshold=None)
-        try:
-            with _cut_off_at(deadline, connection):
-                connection.execute(self._setup)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return psycopg.connect(self._dsn, autocommit=True, connect_timeout=seconds, prepare_threshold=None)
 
-    def _give_back(self, connection: psycopg.Connection) -> None:
-        with self._lock:
-            if not self._closed and not connection.broken:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+    def _prepare(self, connection: psycopg.Connection, deadline: float) -> None:
+        with _cut_off_at(deadline, connection):
+            connection.execute(self._setup)
 
 
 @contextlib.contextmanager
@@ -89,8 +62,8 @@ def _cut_off_at(deadline: float, connection: psycopg.Connection) -> Iterator[Non
             with socket.socket(fileno=os.dup(ours)) as line:
                 line.shutdown(socket.SHUT_RDWR)
 
-    left_s = max(0.0, deadline - time.monotonic())
-    timer = threading.Timer(left_s + 0.2, hang_up)  # the database's own answer comes first
+    wait_s = max(0.0, deadline - time.monotonic()) + 0.2  # the database's own answer comes first
+    timer = threading.Timer(wait_s, hang_up)
     timer.start()
     try:
         yield

@@ -25,7 +25,7 @@ from lmcache_bench.peer import tell
 from lmcache_bench.peer.environment import environment, lmcache_python
 from lmcache_bench.peer.processes import LineProcess, LMCacheServer
 from lmcache_core.errors import PoolError
-from lmcache_core.testing.processes import ServerProcess
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench

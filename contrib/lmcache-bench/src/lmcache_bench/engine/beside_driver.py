@@ -83,10 +83,10 @@ def main() -> None:
     engine = Engine(**json.loads(sys.argv[1]))
     say({"said": "ready"})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            say({"said": getattr(engine, asked.pop("do"))(**asked)})
-        except Exception as error:  # noqa: BLE001  # told to whoever asked
+            say({"said": getattr(engine, request.pop("do"))(**request)})
+        except Exception as error:  # noqa: BLE001  # reported to the caller
             say({"error": f"{type(error).__name__}: {error}"})
 
 

@@ -57,6 +57,15 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Forwarded to both."""
+        for each in self._kinds.values():
+            each.bind_kv_cache_manager(kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        """Forwarded."""
+        self._call("on_new_request", None, request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The chosen connector's answer; with none, nothing matches."""
         found: tuple[int | None, bool] = self._call(
@@ -144,7 +153,7 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Forwarded; the result is also kept for the bench."""
         stats = self._call("get_kv_connector_stats", None)
         if stats is not None:
-            figures.update(stats.data)
+            figures.update({name: value for name, value in stats.data.items() if not isinstance(value, list)})
         return stats
 
     @classmethod

@@ -21,11 +21,12 @@ from lmcache_bench.peer.environment import lmcache_python
 from lmcache_bench.workers import WorkerProcess
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.native import native
-from lmcache_core.testing.processes import ServerProcess
+from lmcache_core.plugins.suggest import install_command
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 MIB = 1 << 20
 WARM_MAX = 1.05  # times the dict connector's time to first token
@@ -50,7 +51,7 @@ def run(options: Namespace, bench: Bench) -> None:
     if options.peer:
         lmcache_python(tell)  # fail before anything is measured
     if "tier" in parts and find_spec("lmcache_fs") is None:
-        raise UsageError("bench engine needs lmcache-fs for its tier on a disk: pip install lmcache-fs")
+        raise UsageError("bench engine needs lmcache-fs for its tier on a disk", cure=install_command("lmcache-fs"))
     bench.steps(len(parts))
     tokens = options.tokens or (1024 if bench.quick else 4096)
     warm = _Sizes("tiny" if bench.quick else "m300", tokens)

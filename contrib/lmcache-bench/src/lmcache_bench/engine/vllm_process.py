@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmcache_bench.copy import fresh_keys
 from lmcache_bench.engine.models import VOCABULARY
 from lmcache_bench.workers import orders
-from lmcache_core.client.client import Client
-from lmcache_core.client.copying import address_of, threads_to_copy
-from lmcache_core.client.pages import PageEntry
-from lmcache_core.client.regions import PageGroup, Region
-from lmcache_core.client.results import Status
+from lmcache_core import Client, PageEntry, PageGroup, Region, Status
+from lmcache_core.buffers import address_of
+from lmcache_core.client import threads_to_copy
 from lmcache_core.errors import PoolError
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout

@@ -25,13 +25,13 @@ from lmcache_bench.peer.lmcache_driver import tokens_of
 from lmcache_bench.workers import ending_cleanly
 from lmcache_core.errors import PoolError
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace as Names
+from lmcache_testing.processes import ServerProcess
 
 if TYPE_CHECKING:
+    from lmcache_core import Client
     from lmcache_core.cli.bench.harness import Bench
-    from lmcache_core.client.client import Client
 
 DRIVER = Path(__file__).with_name("lmcache_driver.py")
 PEERS = ("lmcache",)

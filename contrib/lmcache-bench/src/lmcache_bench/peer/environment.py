@@ -102,8 +102,8 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"{LMCACHE} was not installed within {INSTALL_S / 60:.0f} minutes: {command}") from error
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        errors = [line for line in said if line.startswith("ERROR")] or said
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
         raise UsageError(
             f"{LMCACHE} could not be installed, and --peer lmcache needs it: {errors[-1].strip()} "
             "(is a package index within reach? Without --peer the bench needs none)"

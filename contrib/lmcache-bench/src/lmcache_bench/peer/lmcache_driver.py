@@ -1,4 +1,4 @@
-"""LMCache's own client, told over stdin what to do and time. Run as a file by LMCache's Python.
+"""LMCache's own client, which reads from stdin what to do and time. Run as a file by LMCache's Python.
 
     python lmcache_driver.py tcp://127.0.0.1:PORT
 
@@ -51,12 +51,12 @@ class Driver:
         payload = RegisterEngineDrivenContextPayload(
             self._case, f"case-{self._case}", 1, CHUNK_TOKENS, 1, hidden, "uint8", False, CHUNK_TOKENS
         )
-        told = self._client.register_kv_cache_engine_driven_context(payload).result(timeout=TIMEOUT_S)
+        context = self._client.register_kv_cache_engine_driven_context(payload).result(timeout=TIMEOUT_S)
         layout = MemoryLayoutDesc(shapes=[shape], dtypes=[torch.uint8])
         metadata = EngineDrivenContextMetadata(layout_desc=layout, block_size=CHUNK_TOKENS, use_mla=False)
         # LMCache's own factory would fall back to pickled copies if shared memory fails: then there is nothing to
         # measure.
-        self._context = EngineDrivenContextShm(metadata, self._client, TIMEOUT_S, told.shm_name, told.pool_size)
+        self._context = EngineDrivenContextShm(metadata, self._client, TIMEOUT_S, context.shm_name, context.pool_size)
         self._sources = [torch.full(tuple(shape), number % 251, dtype=torch.uint8) for number in range(chunks)]
         self._targets = [torch.zeros(tuple(shape), dtype=torch.uint8) for _ in range(chunks)]
 
@@ -107,9 +107,9 @@ class Driver:
         self._client.clear(True).result(timeout=TIMEOUT_S)
 
     def _lookup(self, key: Any) -> float:
-        asked = key.no_worker_id_version()
+        shared_key = key.no_worker_id_version()
         began_s = time.perf_counter()
-        self._client.lookup(asked, 1).result(timeout=TIMEOUT_S)
+        self._client.lookup(shared_key, 1).result(timeout=TIMEOUT_S)
         found = self._client.wait_prefetch_status(key.request_id, TIMEOUT_S).result(timeout=TIMEOUT_S)
         took_s = time.perf_counter() - began_s
         if found != self._chunks:
@@ -138,10 +138,10 @@ def main() -> None:
     driver = Driver(sys.argv[1])
     say({"said": "ready"})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            say({"said": getattr(driver, asked.pop("do"))(**asked)})
-        except Exception as error:  # noqa: BLE001  # told to whoever asked
+            say({"said": getattr(driver, request.pop("do"))(**request)})
+        except Exception as error:  # noqa: BLE001  # reported to the caller
             say({"error": f"{type(error).__name__}: {error}"})
 
 

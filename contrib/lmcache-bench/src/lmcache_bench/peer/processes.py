@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from lmcache_bench.peer.environment import environment
 from lmcache_core.errors import DisconnectedError, PoolError
-from lmcache_core.testing.processes import cpu_s, end_process
+from lmcache_testing.processes import cpu_s, end_process
 
 HOST = "127.0.0.1"
 READY_S = 120.0
@@ -73,7 +73,7 @@ class LMCacheServer:
             "l1-size-gb": self._size_bytes / 2**30, "supported-transfer-mode": "engine_driven",
             "eviction-policy": "LRU",
         }  # fmt: skip
-        flags = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        flags = [argument for option, value in options.items() for argument in (f"--{option}", str(value))]
         return [*flags, "--no-l1-use-lazy", "--disable-observability"]
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -82,8 +82,8 @@ class LMCacheServer:
             with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), timeout=1.0):
                 return
             if process.poll() is not None or time.monotonic() > deadline_s:
-                said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise DisconnectedError(f"LMCache's server did not come up; the last that it said: {said[-1]}")
+                lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+                raise DisconnectedError(f"LMCache's server did not come up; the last that it said: {lines[-1]}")
             time.sleep(0.05)
 
 

@@ -12,7 +12,7 @@ from lmcache_core.errors import CacheError, UsageError
 from lmcache_l0.cache import SharedCache
 
 if TYPE_CHECKING:
-    from lmcache_core.client.client import Client
+    from lmcache_core import Client
 
 _SERVER = "server:"
 
@@ -51,7 +51,7 @@ def server_of(path: str) -> str | None:
 
 def connect(server: str) -> Client:
     """A client of that server, without the pool."""
-    from lmcache_core.client.client import Client
+    from lmcache_core import Client
 
     logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())  # the command says it in one line
     return Client.connect(server, client_name="lmcache-core l0", maps_pool=False)

@@ -336,11 +336,11 @@ def _huge_bytes(path: Path) -> int:
         return 0
     kib, inside = 0, False
     for line in smaps.read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            inside = words[-1] == str(path)
-        elif inside and words[0] == "ShmemPmdMapped:":
-            kib += int(words[1])
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            inside = fields[-1] == str(path)
+        elif inside and fields[0] == "ShmemPmdMapped:":
+            kib += int(fields[1])
     return kib << 10
 
 

@@ -108,11 +108,11 @@ def _ask(connection: socket.socket, seed: int) -> None:
 def _processor_s(pid: int) -> float:
     """Processor time of a process and its living children so far; 0 if the system does not say."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0.0
-    own = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return own + sum(_processor_s(int(child)) for child in children)
 
 

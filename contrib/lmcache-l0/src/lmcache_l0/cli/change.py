@@ -39,17 +39,17 @@ def set_command(options: argparse.Namespace) -> int:
 
 def _wanted(name: str, value: str | None) -> bool | None:
     """What `enabled`, `disabled`, `enabled=false` and `enabled off` mean for the switch; None for a key."""
-    word, _, written = name.partition("=")
-    if word not in _SWITCH or (written and value is not None):
+    switch, _, written = name.partition("=")
+    if switch not in _SWITCH or (written and value is not None):
         return None
-    said = written or value
-    if said is None:
-        return _SWITCH[word]
-    if word != "enabled" or said.lower() not in _WORDS:
+    text = written or value
+    if text is None:
+        return _SWITCH[switch]
+    if switch != "enabled" or text.lower() not in _WORDS:
         raise UsageError(
             f"{name} {value or ''}: say enabled, disabled, or enabled and on or off; for a key of that name, --key"
         )
-    return _WORDS[said.lower()]
+    return _WORDS[text.lower()]
 
 
 @says_what_failed

@@ -26,8 +26,8 @@ def plan_command(options: argparse.Namespace) -> int:
     """Print sizes, the call that makes the table, and load against probe length."""
     if not 0 < options.load < 1:
         raise UsageError(f"--load {options.load} must be between 0 and 1")
-    asked = {name: getattr(options, name) for name in ("max_key_size", "versions", "spares")}
-    given = {name: figure for name, figure in asked.items() if figure is not None}
+    figures = {name: getattr(options, name) for name in ("max_key_size", "versions", "spares")}
+    given = {name: figure for name, figure in figures.items() if figure is not None}
     plan = plan_table(hash_slots=int(options.keys / options.load) + 1, max_value_size=options.value, **given)
     measured = list(probes_by_load())
     if options.json:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmcache_core.client.client import Client
-from lmcache_transformers.demo.model import ModelShape, document_tokens, question_tokens
+from lmcache_core import Client
+from lmcache_transformers.demo.model import ModelShape
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,11 @@ class Job:
     """What a worker does, with which document, model and server."""
 
     task: str
-    model: str  # llama, or none
+    model: str  # smollm2, random, or none
+    folder: str  # of a trained model
     question: int
     document: str
+    tokens: int  # of the document that are read
     chunk_tokens: int
     answer_tokens: int
     layers: int
@@ -28,10 +30,6 @@ class Job:
     @property
     def shape(self) -> ModelShape:
         return ModelShape(self.layers, self.kv_heads, self.seed)
-
-    @property
-    def prompt(self) -> list[int]:
-        return document_tokens(self.document) + question_tokens(self.question)
 
     def connect(self) -> Client:
         return Client.connect(self.server, runtime_dir=self.runtime_dir, client_name=f"demo {self.task}")

@@ -1,4 +1,4 @@
-"""What a worker does with a Llama of transformers: answer, answer with the cache, or hold slots until it is killed."""
+"""What a worker does with a model of transformers: answer, answer with the cache, or hold slots until it is killed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lmcache_core.client.results import Status
+from lmcache_core import Status
 from lmcache_transformers.demo.job import Job
-from lmcache_transformers.demo.model import FirstToken, build_model, document_tokens, greedily
+from lmcache_transformers.demo.model import (
+    QUESTIONS,
+    FirstToken,
+    RandomLlama,
+    SmolLM2,
+    greedily,
+    shared_tokens,
+    warmed_up,
+)
 from lmcache_transformers.generator import CachedGenerator
+from lmcache_transformers.geometry import cache_argument
 from lmcache_transformers.prefix_cache import PrefixCache
 
 
@@ -17,28 +26,40 @@ def uncached(job: Job) -> dict[str, Any]:
     """Answer without any cache: the reference for every other run."""
     import torch
 
-    model = build_model(job.shape)
-    ids = torch.tensor([job.prompt])
+    subject = _subject(job)
+    model = warmed_up(subject)
+    prompts = [subject.prompt(job.document, number) for number in range(len(QUESTIONS))]
+    ids = torch.tensor([prompts[job.question]])
     first = FirstToken()
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **greedily(job.answer_tokens, first))
-    return {"answer": output[0, ids.shape[1] :].tolist(), "first_token_s": first.seconds}
+    answer = output[0, ids.shape[1] :].tolist()
+    return {
+        "answer": answer,
+        "text": subject.text(answer),
+        "first_token_s": first.seconds,
+        "tokens_prompt": ids.shape[1],
+        "tokens_shared": shared_tokens(prompts),
+    }
 
 
 def generate(job: Job) -> dict[str, Any]:
     """Answer with the cached prefix of the prompt, and store the rest; then, if anything was reused, once more with
     zeros in its place."""
-    model = build_model(job.shape)
+    subject = _subject(job)
+    model, prompt = warmed_up(subject), subject.prompt(job.document, job.question)
     with job.connect() as client:
         generator = CachedGenerator(
-            model, None, client, model_name=job.shape.name, chunk_tokens=job.chunk_tokens, wait_s=job.wait_s
+            model, None, client, model_name=subject.name, chunk_tokens=job.chunk_tokens, wait_s=job.wait_s
         )
         client.register_layout(generator.prefixes.namespace)
         first = FirstToken()
-        answered = generator.generate(job.prompt, **greedily(job.answer_tokens, first))
+        answered = generator.generate(prompt, **greedily(job.answer_tokens, first))
         reused, moved = answered.tokens_reused[0], answered.moved
-        zeroed = _zeroed(model, generator.prefixes, job) if reused else None
+        zeroed = _zeroed(model, generator.prefixes, prompt, job.answer_tokens) if reused else None
     return {
         "answer": answered.answers[0],
+        "text": subject.text(answered.answers[0]),
+        "tokens_prompt": len(prompt),
         "answer_zeroed": zeroed,
         "first_token_s": first.seconds,
         "tokens_reused": reused,
@@ -49,17 +70,21 @@ def generate(job: Job) -> dict[str, Any]:
     }
 
 
-def _zeroed(model: Any, prefixes: PrefixCache, job: Job) -> list[int]:
+def _subject(job: Job) -> RandomLlama | SmolLM2:
+    return SmolLM2(job.folder, job.tokens) if job.model == "smollm2" else RandomLlama(job.shape)
+
+
+def _zeroed(model: Any, prefixes: PrefixCache, prompt: list[int], tokens: int) -> list[int]:
     """The answer if the loaded KV were zeros: a different answer shows that the KV is used."""
     import torch
 
-    cache = prefixes.load(job.prompt).cache
+    cache = prefixes.load(prompt).cache
     for layer in cache.layers:
         layer.keys.zero_()
         layer.values.zero_()
-    ids = torch.tensor([job.prompt])
+    ids = torch.tensor([prompt])
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **greedily(job.answer_tokens, None)
+        ids, attention_mask=torch.ones_like(ids), **cache_argument(model, cache), **greedily(tokens, None)
     )
     answer: list[int] = output[0, ids.shape[1] :].tolist()
     return answer
@@ -68,21 +93,21 @@ def _zeroed(model: Any, prefixes: PrefixCache, job: Job) -> list[int]:
 @contextmanager
 def hold(job: Job) -> Iterator[dict[str, Any]]:
     """Take slots for a separate document, write all of them, and hold them without commit or abort."""
-    model = build_model(job.shape)
+    subject = _subject(job)
+    prompt = subject.prompt(job.document, job.question)
     with job.connect() as client:
-        prefixes = PrefixCache(client, model, model_name=job.shape.name, chunk_tokens=job.chunk_tokens)
-        keys = prefixes.keys(list(reversed(document_tokens(job.document))))
+        prefixes = PrefixCache(client, subject.model, model_name=subject.name, chunk_tokens=job.chunk_tokens)
+        keys = prefixes.keys(list(reversed(prompt)))
         lease = client.prepare_store(keys, namespace=prefixes.namespace)
         granted = [at for at, status in enumerate(lease.statuses) if status is Status.GRANTED]
         for at in granted:
             lease.tensor(at).fill_(1)
         yield {
             "keys": [key.hex() for key in keys],
-            "prompt_keys": [key.hex() for key in prefixes.keys(job.prompt)],
+            "prompt_keys": [key.hex() for key in prefixes.keys(prompt)],
             "granted": len(granted),
             "bytes_held": len(granted) * prefixes.layout.nbytes,
             "model": prefixes.namespace.model,
-            "dtype": prefixes.layout.dtype,
-            "shape": prefixes.layout.shape,
+            "layout": prefixes.layout.text,
             "format": prefixes.namespace.format,
         }

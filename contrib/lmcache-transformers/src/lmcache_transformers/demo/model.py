@@ -1,9 +1,11 @@
-"""The demo's model, document and questions: the same in every process, from a few numbers and no download."""
+"""The demo's models by transformers, its document and questions: the same in every process."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,8 @@ from lmcache_core.errors import UsageError
 VOCABULARY = 4096  # the text is bytes; more ids make a wrong answer more likely to show
 HEAD_DIM = 64
 HEADS_PER_KV_HEAD = 2
-QUESTIONS = (
-    "\n\nQuestion: what happens to a slot whose writer was killed?\nAnswer:",
-    "\n\nQuestion: which promise does a lease make to its holder?\nAnswer:",
-)
+QUESTIONS = ("What is a lease?", "What is a slot?")
+INSTRUCTION = "You answer questions about the text that you are given, in one sentence."
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,55 @@ class ModelShape:
         return self.layers * 2 * self.kv_heads * HEAD_DIM * 4
 
 
-def build_model(shape: ModelShape) -> Any:
-    """A small Llama with random weights, warmed up: the first call of a process also pays for its libraries."""
+class RandomLlama:
+    """A small Llama with random weights. A byte is a token, and its answers are numbers without a meaning."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.name = shape.name
+        self.model = _random_llama(shape)
+
+    def prompt(self, document: str, question: int) -> list[int]:
+        return prompt_of_bytes(document, question)
+
+    def text(self, answer: Sequence[int]) -> str:
+        return " ".join(map(str, answer))
+
+
+class SmolLM2:
+    """A small trained model, from its folder: see `lmcache_transformers.smollm2`."""
+
+    def __init__(self, folder: str, tokens: int) -> None:
+        """`tokens`: of the document that are read, at most."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name = Path(folder).name
+        self._tokens = tokens
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        # float32, because greedy outputs are compared token by token
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def prompt(self, document: str, question: int) -> list[int]:
+        text = self._tokenizer(Path(document).read_text(errors="replace"))["input_ids"][: self._tokens]
+        content = f"{self._tokenizer.decode(text)}\n\n{QUESTIONS[question]}"
+        messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}]
+        ids: list[int] = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        return ids
+
+    def text(self, answer: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()
+
+
+def warmed_up(subject: RandomLlama | SmolLM2) -> Any:
+    """The model, after a first call, which also pays for a process's libraries."""
+    import torch
+
+    with torch.inference_mode():
+        subject.model(input_ids=torch.arange(64)[None])
+    return subject.model
+
+
+def _random_llama(shape: ModelShape) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,15 +109,11 @@ def build_model(shape: ModelShape) -> Any:
         eos_token_id=None,
     )
     torch.manual_seed(shape.seed)
-    model: Any = LlamaForCausalLM(config)
-    model.eval()
-    with torch.inference_mode():
-        model(input_ids=torch.arange(64)[None])
-    return model
+    return LlamaForCausalLM(config).eval()
 
 
 def write_document(folder: Path, tokens: int, source: str = "") -> Path:
-    """Put the first `tokens` bytes of a text where all workers read it; a byte is a token.
+    """Put the first `tokens` bytes of a text where all workers read it, for models to which a byte is a token.
 
     Without a `source` the text is the source of lmcache-core. Raises `UsageError` where it is too short.
     """
@@ -86,12 +129,27 @@ def write_document(folder: Path, tokens: int, source: str = "") -> Path:
     return path
 
 
+def write_page(folder: Path, source: str = "") -> Path:
+    """Put a page that a trained model can read where all workers read it. Without a `source`: the page that comes with
+    lmcache-core, as the index shows it."""
+    path = folder / "document.txt"
+    path.write_text(Path(source).read_text() if source else metadata("lmcache-core")["Description"])
+    return path
+
+
 def document_tokens(path: str) -> list[int]:
     return list(Path(path).read_bytes())
 
 
-def question_tokens(number: int) -> list[int]:
-    return list(QUESTIONS[number].encode())
+def prompt_of_bytes(document: str, question: int) -> list[int]:
+    """The document and a question behind it, a byte a token."""
+    return document_tokens(document) + list(f"\n\nQuestion: {QUESTIONS[question]}\nAnswer:".encode())
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens the prompts begin with in common."""
+    pairs = enumerate(zip(*prompts, strict=False))
+    return next((at for at, tokens in pairs if len({*tokens}) > 1), min(map(len, prompts)))
 
 
 class FirstToken:
@@ -99,14 +157,14 @@ class FirstToken:
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
-        self._heard = 0
+        self._pieces = 0
         self.seconds = 0.0
 
     def put(self, tokens: Any) -> None:
         """The prompt comes first, and then token by token."""
         del tokens
-        self._heard += 1
-        if self._heard == 2:
+        self._pieces += 1
+        if self._pieces == 2:
             self.seconds = time.perf_counter() - self._started_s
 
     def end(self) -> None:
@@ -114,5 +172,5 @@ class FirstToken:
 
 
 def greedily(tokens: int, streamer: FirstToken | None) -> dict[str, Any]:
-    """Options of `generate`: so many tokens, greedily."""
-    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "streamer": streamer}
+    """Options of `generate`: up to so many tokens, greedily."""
+    return {"max_new_tokens": tokens, "do_sample": False, "streamer": streamer}

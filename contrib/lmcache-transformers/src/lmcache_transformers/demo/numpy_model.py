@@ -53,8 +53,8 @@ class NumpyDecoder:
             normed = _normed(x)
             kv[layer, 0, :, at:end] = _turned(_heads(normed @ keys), turn)
             kv[layer, 1, :, at:end] = _heads(normed @ values)
-            asked = _turned(_heads(normed @ queries), turn)
-            x = x + _attended(asked, kv[layer, 0, :, :end], kv[layer, 1, :, :end]) @ out
+            turned = _turned(_heads(normed @ queries), turn)
+            x = x + _attended(turned, kv[layer, 0, :, :end], kv[layer, 1, :, :end]) @ out
         return int((_normed(x[-1:]) @ self._out).argmax())
 
 

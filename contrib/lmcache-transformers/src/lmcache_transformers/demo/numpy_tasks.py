@@ -12,29 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from lmcache_core.client.client import Client
-from lmcache_core.client.results import Status
+from lmcache_core import Client, Status
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace, chunk_keys
 from lmcache_transformers.demo.job import Job
-from lmcache_transformers.demo.model import HEAD_DIM, document_tokens
+from lmcache_transformers.demo.model import HEAD_DIM, QUESTIONS, document_tokens, prompt_of_bytes, shared_tokens
 from lmcache_transformers.demo.numpy_model import Floats, NumpyDecoder
 
 
 def uncached(job: Job) -> dict[str, Any]:
     """Answer without any cache: the reference for every other run."""
-    return _answered(NumpyDecoder(job.shape), job, None, 0, time.perf_counter())
+    prompts = [prompt_of_bytes(job.document, number) for number in range(len(QUESTIONS))]
+    shared = {"tokens_shared": shared_tokens(prompts)}
+    return shared | _answered(NumpyDecoder(job.shape), job, None, 0, time.perf_counter())
 
 
 def generate(job: Job) -> dict[str, Any]:
     """Answer with the cached prefix of the prompt, and store the rest; then, if anything was reused, once more with
     zeros in its place."""
     model, namespace = NumpyDecoder(job.shape), _namespace(job)
-    keys = chunk_keys(job.prompt, namespace, job.chunk_tokens)
+    keys = chunk_keys(_prompt(job), namespace, job.chunk_tokens)
     with job.connect() as client:
         client.register_layout(namespace)
         began_s = time.perf_counter()
-        kv = model.room(len(job.prompt) + job.answer_tokens)
+        kv = model.room(len(_prompt(job)) + job.answer_tokens)
         reused = _load(client, keys, namespace, kv, job) * job.chunk_tokens
         found: dict[str, Any] = {"tokens_reused": reused, "loaded_bytes": reused * job.shape.token_bytes}
         found["load_s"] = time.perf_counter() - began_s
@@ -60,14 +61,17 @@ def hold(job: Job) -> Iterator[dict[str, Any]]:
             np.frombuffer(lease.view(at), dtype=np.float32).fill(1)
         yield {
             "keys": [key.hex() for key in keys],
-            "prompt_keys": [key.hex() for key in chunk_keys(job.prompt, namespace, job.chunk_tokens)],
+            "prompt_keys": [key.hex() for key in chunk_keys(_prompt(job), namespace, job.chunk_tokens)],
             "granted": len(granted),
             "bytes_held": len(granted) * namespace.layout.nbytes,
             "model": namespace.model,
-            "dtype": namespace.layout.dtype,
-            "shape": namespace.layout.shape,
+            "layout": namespace.layout.text,
             "format": namespace.format,
         }
+
+
+def _prompt(job: Job) -> list[int]:
+    return prompt_of_bytes(job.document, job.question)
 
 
 def _namespace(job: Job) -> Namespace:
@@ -78,7 +82,7 @@ def _namespace(job: Job) -> Namespace:
 
 def _load(client: Client, keys: list[bytes], namespace: Namespace, kv: Floats, job: Job) -> int:
     """How many chunks from the first on are in `kv` now; of the whole prompt one token is left to compute."""
-    keys = keys[: (len(job.prompt) - 1) // job.chunk_tokens]
+    keys = keys[: (len(_prompt(job)) - 1) // job.chunk_tokens]
     hits = client.lookup(keys, namespace=namespace, wait_s=job.wait_s).hits
     chunks = [np.empty(namespace.layout.shape, dtype=np.float32) for _ in range(hits)]
     hits = client.retrieve(keys[:hits], chunks, namespace=namespace).hits
@@ -101,7 +105,7 @@ def _answered(model: NumpyDecoder, job: Job, kv: Floats | None, reused: int, beg
     """Compute the prompt from token `reused` on and answer greedily. Steps end where chunks end, with the cache and
     without it, so both give the same bits.
     """
-    prompt = job.prompt
+    prompt = _prompt(job)
     kv = model.room(len(prompt) + job.answer_tokens) if kv is None else kv
     token = 0
     for at in range(reused, len(prompt), job.chunk_tokens):
@@ -110,4 +114,5 @@ def _answered(model: NumpyDecoder, job: Job, kv: Floats | None, reused: int, beg
     answer = [token]
     while len(answer) < job.answer_tokens:
         answer.append(model.forward(answer[-1:], kv, len(prompt) + len(answer) - 1))
-    return {"answer": answer, "first_token_s": first_token_s}
+    text = " ".join(map(str, answer))
+    return {"answer": answer, "text": text, "first_token_s": first_token_s, "tokens_prompt": len(prompt)}

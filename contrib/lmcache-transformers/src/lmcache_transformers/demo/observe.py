@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lmcache_core.client.client import Client
+from lmcache_core import Client
 from lmcache_transformers.demo.server import TIER
 
 

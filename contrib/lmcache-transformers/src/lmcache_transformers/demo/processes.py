@@ -37,14 +37,14 @@ def run_worker(job: Job, folder: Path) -> dict[str, Any]:
     """Run a worker to its end. Returns its report. Raises `DemoError` if it failed."""
     with _start(job, folder) as process:
         try:
-            said, _ = process.communicate(timeout=WORKER_TIMEOUT_S)
+            output, _ = process.communicate(timeout=WORKER_TIMEOUT_S)
         except BaseException:
             # Whatever ends us, a time-out or the user, also ends the worker.
             process.kill()
             raise
         if process.returncode != 0:
             raise _failed(job, process.returncode, folder)
-    answer: dict[str, Any] = json.loads(said.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     return answer
 
 
@@ -58,7 +58,7 @@ class HangingWorker:
         if not line:
             status = self._process.wait(WORKER_TIMEOUT_S)
             raise _failed(job, status, folder)
-        self.said: dict[str, Any] = json.loads(line)
+        self.written: dict[str, Any] = json.loads(line)
 
     def kill(self) -> None:
         """SIGKILL, between prepare and commit."""

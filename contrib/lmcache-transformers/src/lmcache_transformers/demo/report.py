@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from lmcache_core.cli.table import print_table
 
 STEPS = 11  # that a complete demo announces
 MODELS = {
-    "llama": "a Llama with random weights, by transformers",
-    "none": "attention in numpy (`--model llama` is a real model)",
+    "smollm2": "SmolLM2-135M-Instruct",
+    "random": "a Llama with random weights",
+    "none": "attention in numpy",
 }
+WIDTH = 78  # of the answers: any terminal has as much
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Row:
     bytes_moved: int
     move_s: float | None  # all of store, or all of load: keys, lookup, waiting for the disk, copies; a part of warm_s
     equal: bool | None  # greedy output equals the uncached run's, token by token
+    question: str = ""
+    answer: str = ""  # in words, from a trained model; else token by token
 
     @property
     def gb_per_s(self) -> float | None:
@@ -49,9 +54,9 @@ class Check:
 
 
 class Report:
-    """Collects rows and checks, and shows the progress on standard error. `model`: llama, or none."""
+    """Collects rows and checks, and shows the progress on standard error. `model`: smollm2, random, or none."""
 
-    def __init__(self, *, as_json: bool, model: str = "llama") -> None:
+    def __init__(self, *, as_json: bool, model: str = "random") -> None:
         self._as_json = as_json
         self._model = model
         self._began_s = time.monotonic()
@@ -107,24 +112,16 @@ class Report:
         if self._as_json:
             sys.stdout.write(json.dumps(self.as_object()) + "\n")
             return
+        answered = [row for row in self.rows if row.cold_s is not None]
         print_table(
-            (
-                "step",
-                "run",
-                "prefix from",
-                "tokens reused",
-                "cold",
-                "warm",
-                "of it moving",
-                "moved",
-                "MB",
-                "GB/s",
-                "equal",
-            ),
-            [_cells(row) for row in self.rows],
-            title=f"Time to first token, in seconds, of {MODELS[self._model]}.\nA cold run computes the whole prompt.",
-            right=(3, 4, 5, 6, 8, 9),
+            ("run", "prefix from", "tokens reused", "cold", "warm", "equal"),
+            [_cells(row) for row in answered],
+            title=f"Seconds to the first token, {MODELS[self._model]} (cold: nothing reused)",
+            right=(2, 3, 4),
         )
+        if self._model == "smollm2":
+            for row in answered:
+                sys.stdout.write(_table_line(row))
         for check in self.checks:
             seen = f" ({check.seen})" if check.seen else ""
             sys.stdout.write(f"{'held  ' if check.held else 'BROKEN'}  {check.claim}{seen}\n")
@@ -137,19 +134,20 @@ class Report:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        str(row.step),
         row.run,
         row.source,
         f"{row.tokens_reused} of {row.tokens_prompt}",
         _figure(row.cold_s),
         _figure(row.warm_s),
-        _figure(row.move_s, 3),
-        row.moved,
-        f"{row.bytes_moved / 1e6:.1f}",
-        _figure(row.gb_per_s),
         {True: "yes", False: "NO", None: ""}[row.equal],
     )
 
 
-def _figure(value: float | None, places: int = 2) -> str:
-    return "" if value is None else f"{value:.{places}f}"
+def _table_line(row: Row) -> str:
+    """The question and the answer, within any terminal's width."""
+    head = f"{row.question} ({row.run}, prefix from: {row.source})"
+    return f"{head}\n{textwrap.fill(row.answer, WIDTH, initial_indent='    ', subsequent_indent='    ')}\n"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

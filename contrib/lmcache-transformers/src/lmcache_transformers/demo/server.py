@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmcache_core.client.client import Client
+from lmcache_core import Client
 from lmcache_core.errors import CacheError, DisconnectedError
 
 TIER = "disk"

@@ -12,12 +12,12 @@ from typing import Any
 
 from lmcache_transformers.demo.job import Job
 
-TASKS = {"llama": "lmcache_transformers.demo.llama_tasks", "none": "lmcache_transformers.demo.numpy_tasks"}
+BY_TRANSFORMERS, BY_NUMPY = "lmcache_transformers.demo.llama_tasks", "lmcache_transformers.demo.numpy_tasks"
 
 
 def work(job: Job) -> None:
     """Do it and say what came of it."""
-    tasks = import_module(TASKS[job.model])
+    tasks = import_module(BY_NUMPY if job.model == "none" else BY_TRANSFORMERS)
     if job.task == "hang":
         with tasks.hold(job) as found:
             _say(found)

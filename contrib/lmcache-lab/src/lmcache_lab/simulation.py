@@ -1,0 +1,98 @@
+"""Replay a request trace through an eviction policy, with the policy objects that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from lmcache_core.errors import UsageError
+from lmcache_core.limits import KEY_BYTES
+from lmcache_core.policies.contracts import Entry, EvictionPolicy
+from lmcache_lab.workloads import Trace
+
+PROGRESS_REQUESTS = 256  # requests between two progress reports: often enough to watch, rare enough not to cost time
+
+
+class Order(StrEnum):
+    """The order in which the blocks of a request are walked."""
+
+    FORWARD = "forward"
+    SUFFIX_FIRST = "suffix-first"  # last to first, as the server applies recency
+
+
+class SimulationResult(NamedTuple):
+    """The result of one policy on one trace. `hits` counts leading blocks that were resident, request by request."""
+
+    trace: str
+    policy: str
+    capacity: int
+    hits: int
+    references: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.references if self.references else 0.0
+
+
+class SimulatedEntry:
+    """A resident block of size 1, as a policy sees it."""
+
+    __slots__ = ("holds", "key", "namespace", "nbytes", "newer", "older", "policy_data")
+
+    def __init__(self, key: bytes, nbytes: int = 1, namespace: int = 0) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.nbytes = nbytes
+        self.holds = 0
+        self.older: Any = None
+        self.newer: Any = None
+        self.policy_data: Any = None
+
+
+def replay(
+    trace: Trace,
+    name: str,
+    policy: EvictionPolicy,
+    capacity: int,
+    order: Order = Order.FORWARD,
+    progress: Callable[[int], None] | None = None,
+) -> SimulationResult:
+    """Run every request of the trace, in order, against a store of `capacity` blocks that starts empty.
+
+    A request's hits are its leading blocks that are resident when it arrives. Then its blocks are walked in `order`: a
+    resident one is accessed, an absent one inserted, after an eviction if the store is full. If a policy names no
+    victim, the block is not inserted. `progress` is called with the number of requests done.
+    """
+    if capacity < 1:
+        raise UsageError(f"capacity must be 1 block or more, got {capacity}")
+    policy.resize(capacity)
+    resident: dict[int, Entry] = {}
+    hits = references = 0
+    for number, blocks in enumerate(trace.requests, 1):
+        for block in blocks:
+            if block not in resident:
+                break
+            hits += 1
+        references += len(blocks)
+        _walk(blocks if order is Order.FORWARD else blocks[::-1], resident, policy, capacity)
+        if progress is not None and (number % PROGRESS_REQUESTS == 0 or number == len(trace.requests)):
+            progress(number)
+    return SimulationResult(trace.name, name, capacity, hits, references)
+
+
+def _walk(blocks: list[int], resident: dict[int, Entry], policy: EvictionPolicy, capacity: int) -> None:
+    for block in blocks:
+        entry = resident.get(block)
+        if entry is not None:
+            policy.access((entry,))
+            continue
+        if len(resident) >= capacity:
+            victims = policy.victims(1)
+            policy.remove(victims)
+            for victim in victims:
+                del resident[int.from_bytes(victim.key, "big")]
+            if not victims:
+                continue
+        entry = resident[block] = SimulatedEntry(block.to_bytes(KEY_BYTES, "big"))
+        policy.insert((entry,))
