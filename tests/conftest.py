@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 # What every worker begins with. It talks to the test over stdin and stdout, line by line.
 PRELUDE = """
@@ -127,9 +127,10 @@ class MovedClock:
 class Node:
     """One machine's worth of servers and workers for a test; ends them all."""
 
-    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+    def __init__(self, tmp_path: Path, stack: ExitStack, server: ServerProcess | None = None) -> None:
+        """`server`: of another node, which ends it."""
         self.run = tmp_path / "run"
-        self.name = f"t{uuid4().hex[:10]}"
+        self.name = server.name if server else f"t{uuid4().hex[:10]}"
         self.shm = segment_path(self.name)
         self.namespace = Namespace("model", Layout("uint8", (65536,)))
         self._stack = stack
@@ -165,9 +166,31 @@ class Node:
         return bytes([number % 251 + 1]) * self.namespace.layout.nbytes
 
 
+@contextmanager
+def node_in(folder: Path) -> Iterator[Node]:
+    with ExitStack() as stack:
+        node = Node(folder, stack)
+        stack.callback(node.shm.unlink, missing_ok=True)  # of servers that a test killed
+        yield node
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    with ExitStack() as stack:
-        node = Node(tmp_path, stack)
-        stack.callback(lambda: node.shm.unlink(missing_ok=True))  # of servers that a test killed
+    with node_in(tmp_path) as node:
         yield node
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Of all tests of a module that take it, with the usual settings."""
+    with node_in(tmp_path_factory.mktemp("shared")) as node:
+        yield node.serve()
+
+
+@pytest.fixture
+def shared_node(shared_server: ServerProcess) -> Iterator[Node]:
+    """The node of `shared_server`, where nothing is stored yet. What a test makes on it ends with the test."""
+    with ExitStack() as stack:
+        yield Node(shared_server.run.parent, stack, shared_server)
+    with shared_server.client(maps_pool=False) as client:
+        client.clear()

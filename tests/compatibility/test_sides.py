@@ -12,9 +12,10 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from lmcache_testing.embedded import Json
 
 FORMER, PRESENT = "LMCACHE_CORE_FORMER_PYTHON", "LMCACHE_CORE_PRESENT_PYTHON"
 SIDE = Path(__file__).with_name("side.py")
@@ -57,7 +58,7 @@ class Node:
             process.terminate()
             process.communicate(timeout=PATIENCE_S)
 
-    def client(self, side: str, what: str, first: int = 0) -> dict[str, Any]:
+    def client(self, side: str, what: str, first: int = 0) -> Json:
         """`store` or `read` 32 objects."""
         command = [PYTHONS[side], str(SIDE), self.name, str(self.folder / "run"), what, str(first)]
         done = subprocess.run(
@@ -79,7 +80,7 @@ class Node:
             return False
         return True
 
-    def status(self, side: str) -> dict[str, Any]:
+    def status(self, side: str) -> Json:
         command = [
             PYTHONS[side], "-m", "lmcache_core.cli.main", "status", "--name", self.name,
             "--runtime-dir", str(self.folder / "run"), "--json",

@@ -13,19 +13,12 @@ from typing import ClassVar
 
 import pytest
 
-from lmcache_core.testing import (
-    Backdoor,
-    FaultyAdapter,
-    L2AdapterContract,
-    LatencyAdapter,
-    MemoryAdapter,
-    RecordingAdapter,
-    material,
-)
-from lmcache_core.tiers.contract import AdapterContext, Capabilities, L2Adapter, Outcome, Result, StoreItem
+from lmcache_core.tiers.contract import AdapterContext, Capabilities, L2Adapter, Outcome, Result
 from lmcache_fs.adapter import FsAdapter
 from lmcache_fs.settings import FsSettings
 from lmcache_fs.transport.paths import Paths
+from lmcache_mock.memory import MemoryAdapter
+from lmcache_testing import Backdoor, FaultyAdapter, L2AdapterContract, LatencyAdapter, RecordingAdapter, material
 
 
 class Files(Backdoor):
@@ -207,16 +200,9 @@ class Small(MemoryAdapter):
 
     capabilities: ClassVar[Capabilities] = Capabilities(object_bytes_max=1 << 16, key_bytes_max=44, batch_keys_max=2)
 
-    def _store_one(self, item: StoreItem) -> Outcome:
-        if item.nbytes > 1 << 16:
-            return Outcome(Result.FAILED, error=f"{item.nbytes:,} bytes are more than a value may have")
-        return super()._store_one(item)
-
 
 class TestSmall(TestMemory):
     """What a medium cannot do is no fault of its adapter, once it says so."""
-
-    scan_pages_objects = 600
 
     @pytest.fixture
     def memory(self, adapter_context: AdapterContext) -> MemoryAdapter:
@@ -234,13 +220,8 @@ class Kept(MemoryAdapter):
         delete=False, scan=False, thread_safe=False, object_bytes_max=1 << 20
     )
 
-    def _store_one(self, item: StoreItem) -> Outcome:
-        if item.nbytes > 1 << 20:
-            return Outcome(Result.FAILED, error=f"{item.nbytes:,} bytes are more than a value may have")
-        return super()._store_one(item)
-
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         return [Outcome(Result.FAILED, error="nothing is deleted here")] * len(keys)
 
 

@@ -10,15 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.errors import UsageError
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.testing.certified import Described
 from lmcache_core.tiers.contract import StoreItem
 from lmcache_core.tiers.tier.parallel import adapter_context
+from lmcache_testing.certified import Described
 
 HERE = Path(__file__).parent
 
@@ -95,7 +94,7 @@ import ctypes, os, time
 from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 from lmcache_core import ComponentSpec, Kind, hookimpl
-from lmcache_core.testing import MemoryAdapter
+from lmcache_mock.memory import MemoryAdapter
 
 class UnwellSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -166,7 +165,7 @@ def test_an_adapter_that_kills_its_interpreter_fails_that_claim_and_the_others_a
     assert not list((tmp_path / "tmp").glob("*certify*"))
 
 
-def _wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -213,7 +212,8 @@ def test_one_that_is_killed_takes_the_kit_with_it(tmp_path: Path, under_way: tup
 
 
 def test_a_medium_whose_scan_does_not_come_back_is_left_in_bounded_time(tmp_path: Path, unwell: dict[str, str]) -> None:
-    script = "from lmcache_core.cli import certify, main; certify.EMPTY_S = 0.5; raise SystemExit(main.main())"
+    imports = "from lmcache_core.cli import main; from lmcache_testing import certify"
+    script = f"{imports}; certify.EMPTY_S = 0.5; raise SystemExit(main.main())"
     arguments = ["plugins", "certify", "unwell", "--set=way=scans for ever", "--kit=quick"]
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=unwell, capture_output=True, text=True, check=False, timeout=120)

@@ -105,7 +105,9 @@ def test_the_documentation_says_how_many_are_planted() -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_kit_catches(caught: Callable[[str], dict[tuple[str, str], set[str]]], name: str) -> None:
+def test_a_contract_test_fails_for_the_wrong_component_it_is_written_for(
+    caught: Callable[[str], dict[tuple[str, str], set[str]]], name: str
+) -> None:
     module, _, cls = name.partition(":")
     found = caught(module).get((f"{module}.{cls}", WRONG[name][1]))
     assert found is not None, f"{WRONG[name][1]} did not run: is that its name?"
@@ -194,7 +196,7 @@ def careless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     folder = tmp_path_factory.mktemp("packages")
     names = {catcher: f"odd{number}" for number, catcher in enumerate(["", *FAULTS])}
     tests = [package(folder, name, **FAULTS.get(catcher, {})) for catcher, name in names.items()]
-    imports = "from lmcache_core.testing import PluginPackageContract\n\n"
+    imports = "from lmcache_testing import PluginPackageContract\n\n"
     (folder / "test_packages.py").write_text(imports + "".join(tests))
     done = run(folder / "report.xml", str(folder / "test_packages.py"), path=str(folder))
     found = outcomes(folder / "report.xml")
@@ -218,7 +220,7 @@ def test_a_careful_package_passes(careless: dict[str, set[str]]) -> None:
 
 # --- overriding -------------------------------------------------------------------------------------------------
 def test_a_contract_test_cannot_be_overridden_in_silence() -> None:
-    from lmcache_core.testing import EvictionPolicyContract
+    from lmcache_testing import EvictionPolicyContract
 
     def quiet(self: object) -> None: ...
 
@@ -230,7 +232,7 @@ def test_a_contract_test_cannot_be_overridden_in_silence() -> None:
 
 
 def test_a_known_failure_is_marked_with_its_reason() -> None:
-    from lmcache_core.testing import EvictionPolicyContract
+    from lmcache_testing import EvictionPolicyContract
 
     def known(self: object) -> None: ...
 

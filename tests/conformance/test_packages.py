@@ -11,7 +11,7 @@ import pytest
 from lmcache_core import Kind
 from lmcache_core.plugins.discovery import find_candidates
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.testing import PluginPackageContract
+from lmcache_testing import PluginPackageContract
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = {
@@ -22,7 +22,9 @@ CONTRACTS = {
     "SerdeContract": Kind.SERDE,
     "CompanionContract": Kind.COMPANION,
     "EventSubscriberContract": Kind.EVENT_SUBSCRIBER,
+    "OperationContract": Kind.OPERATION,
     "HelperContract": Kind.HELPER,
+    "TracerContract": Kind.TRACER,
     "PluginPackageContract": None,
 }
 
@@ -31,12 +33,20 @@ class TestFs(PluginPackageContract):
     distribution = "lmcache-fs"
 
 
+class TestBlock(PluginPackageContract):
+    distribution = "lmcache-block"
+
+
 class TestPolicies(PluginPackageContract):
     distribution = "lmcache-policies"
 
 
 class TestFp8(PluginPackageContract):
     distribution = "lmcache-fp8"
+
+
+class TestQuant(PluginPackageContract):
+    distribution = "lmcache-quant"
 
 
 class TestCompress(PluginPackageContract):
@@ -55,6 +65,10 @@ class TestRedis(PluginPackageContract):
     distribution = "lmcache-redis"
 
 
+class TestPeer(PluginPackageContract):
+    distribution = "lmcache-peer"
+
+
 class TestTransformers(PluginPackageContract):
     distribution = "lmcache-transformers"
 
@@ -69,6 +83,18 @@ class TestL0(PluginPackageContract):
 
 class TestBench(PluginPackageContract):
     distribution = "lmcache-bench"
+
+
+class TestKit(PluginPackageContract):
+    distribution = "lmcache-testing"
+
+
+class TestTools(PluginPackageContract):
+    distribution = "lmcache-tools"
+
+
+class TestLab(PluginPackageContract):
+    distribution = "lmcache-lab"
 
 
 def sources() -> list[Path]:
@@ -136,7 +162,7 @@ def ours() -> set[str]:
     return {candidate.distribution for candidate in find_candidates()} & here
 
 
-def test_the_walk_finds_something() -> None:
+def test_our_packages_and_their_contract_classes_are_found() -> None:
     assert {"lmcache-fs", "lmcache-policies"} <= ours()
     assert (Kind.L2_ADAPTER, "fs") in covered()[0]
     assert (Kind.L2_ADAPTER, "nowhere") not in covered()[0]

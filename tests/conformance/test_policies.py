@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.testing import EvictionPolicyContract, PrefetchPolicyContract, StorePolicyContract
+from lmcache_testing import EvictionPolicyContract, PrefetchPolicyContract, StorePolicyContract
 
 REGISTRY = load_plugins()
 TENANTS = {"a": {"namespaces": [1], "quota_bytes": 400}, "b": {"namespaces": [2], "quota_bytes": 100}}
@@ -20,10 +20,10 @@ class Built:
 
     component: ClassVar[str]
     kind: ClassVar[Kind]
-    settings: ClassVar[dict[str, Any] | None] = None
+    settings: ClassVar[dict[str, object] | None] = None
 
     @pytest.fixture
-    def make_policy(self) -> Callable[[], Any]:
+    def make_policy(self) -> Callable[[], object]:
         return lambda: REGISTRY.build(self.kind, self.component, self.settings)
 
 
@@ -66,12 +66,12 @@ class TestLruk(Eviction):
 
 class TestIsolated(Eviction):
     component = "isolated"
-    settings: ClassVar[dict[str, Any] | None] = {"tenants": TENANTS}
+    settings: ClassVar[dict[str, object] | None] = {"tenants": TENANTS}
     excess_entries_max = 3  # each tenant rounds up
 
 
 class TestIsolatedWithAnotherInner(TestIsolated):
-    settings: ClassVar[dict[str, Any] | None] = {"tenants": TENANTS, "inner": "s3fifo"}
+    settings: ClassVar[dict[str, object] | None] = {"tenants": TENANTS, "inner": "s3fifo"}
 
 
 class Store(Built, StorePolicyContract):
@@ -92,7 +92,7 @@ class TestFirstReuse(Store):
 
 class TestSizeAware(Store):
     component = "size_aware"
-    settings: ClassVar[dict[str, Any] | None] = {
+    settings: ClassVar[dict[str, object] | None] = {
         "tiers": {"ssd": {"max_bytes": "64KiB"}, "cold": {"min_bytes": "64KiB"}}
     }
 

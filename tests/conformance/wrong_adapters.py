@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from lmcache_core.errors import TierError
-from lmcache_core.testing import Backdoor, L2AdapterContract, MemoryAdapter
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
+    L2Adapter,
     LoadItem,
     Outcome,
     Result,
@@ -21,6 +21,8 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
+from lmcache_mock.memory import MemoryAdapter
+from lmcache_testing import Backdoor, L2AdapterContract
 
 DONE = Outcome(Result.DONE)
 
@@ -71,7 +73,7 @@ class TestKeepsTheSource(Wrong):
     caught_by = "test_the_source_is_not_kept"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             whole: Any = item.buffers[0] if len(item.buffers) == 1 else b"".join(item.buffers)
             self.objects[item.key] = (whole, 0.0)
             return Outcome(Result.DONE, item.nbytes)
@@ -90,17 +92,17 @@ class TestWritesToTheSource(Wrong):
     caught_by = "test_the_source_is_not_written_to"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             if not item.buffers[0].readonly and item.buffers[0].nbytes:
                 item.buffers[0][0] = 1  # a mark of its own in the header
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestSaysDoneForAShortWrite(Wrong):
     caught_by = "test_what_was_stored_is_read_back"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.objects[item.key] = (b"".join(item.buffers)[:65536], 0.0)  # one call of send()
             return Outcome(Result.DONE, item.nbytes)
 
@@ -109,8 +111,8 @@ class TestForgetsAllBuffersButTwo(Wrong):
     caught_by = "test_an_object_does_not_remember_how_its_buffers_were_cut"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return super()._store_one(StoreItem(item.key, item.buffers[:2]))
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return super().store_one(StoreItem(item.key, item.buffers[:2]), deadline)
 
 
 class TestAnswersInTheOrderOfTheKeys(Wrong):
@@ -145,21 +147,21 @@ class TestCutsWhatDoesNotFit(Wrong):
     caught_by = "test_an_object_larger_than_the_buffers_is_damaged"
 
     class faulty(MemoryAdapter):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             room = sum(buffer.nbytes for buffer in item.buffers)
             with self.lock:
                 if item.key in self.objects:
                     content, used_at_s = self.objects[item.key]
                     self.objects[item.key] = (content[:room], used_at_s)
-            return super()._load_one(item)
+            return super().load_one(item, deadline)
 
 
 class TestCallsTheWholeTargetLoaded(Wrong):
     caught_by = "test_a_torn_object_is_never_called_whole"
 
     class faulty(MemoryAdapter):
-        def _load_one(self, item: LoadItem) -> Outcome:
-            outcome = super()._load_one(item)
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            outcome = super().load_one(item, deadline)
             return outcome._replace(nbytes=sum(buffer.nbytes for buffer in item.buffers))
 
 
@@ -167,7 +169,7 @@ class TestLeavesTheTailOfTheFormerObject(Wrong):
     caught_by = "test_a_second_store_replaces_the_first"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             content = b"".join(item.buffers)
             former = self.objects.get(item.key, (b"", 0.0))[0]  # opened without O_TRUNC
             self.objects[item.key] = (content + former[len(content) :], 0.0)
@@ -178,16 +180,16 @@ class TestKeepsTheFirstOfTwoStores(Wrong):
     caught_by = "test_a_second_store_replaces_the_first"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return Outcome(Result.DONE, item.nbytes) if item.key in self.objects else super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return Outcome(Result.DONE, item.nbytes) if item.key in self.objects else super().store_one(item, deadline)
 
 
 class TestLosesEmptyObjects(Wrong):
     caught_by = "test_an_empty_object_is_an_object"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return super()._store_one(item) if item.nbytes else DONE
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return super().store_one(item, deadline) if item.nbytes else DONE
 
 
 class TestTakesKeysForText(Wrong):
@@ -259,9 +261,9 @@ class TestLosesCountOfItsBytes(Wrong):
     class faulty(MemoryAdapter):
         stored_bytes = 0
 
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.stored_bytes += item.nbytes
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def usage(self) -> Usage:
             return super().usage()._replace(bytes_used=self.stored_bytes)  # deletes are not counted
@@ -280,7 +282,7 @@ class TestCannotBeClosedTwice(Wrong):
 
     class faulty(MemoryAdapter):
         def close(self) -> None:
-            self._check_open()
+            self.check_open()
             super().close()
 
 
@@ -288,10 +290,10 @@ class TestSharesAScratchBuffer(Wrong):
     caught_by = "test_eight_threads_on_shared_keys"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.scratch = b"".join(item.buffers)
             time.sleep(0.0005)  # the call to the medium
-            return super()._store_one(StoreItem(item.key, [memoryview(self.scratch)]))
+            return super().store_one(StoreItem(item.key, [memoryview(self.scratch)]), deadline)
 
 
 class TestTrustsItsOwnCache(Wrong):
@@ -302,9 +304,9 @@ class TestTrustsItsOwnCache(Wrong):
             super().__init__(*arguments)
             self.known: set[bytes] = set()
 
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.known.add(item.key)
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
             return [key in self.known for key in keys]
@@ -342,7 +344,7 @@ class TestWaitsForItsLibrary(Wrong):
             return super().exists(keys, deadline)
 
     @pytest.fixture
-    def hang(self, adapter: Any) -> contextlib.AbstractContextManager[None]:
+    def hang(self, adapter: L2Adapter) -> contextlib.AbstractContextManager[None]:
         @contextlib.contextmanager
         def hanging() -> Iterator[None]:
             adapter.hangs = True
@@ -365,10 +367,78 @@ class TestFillsTheMediumWithAnError(Wrong):
     caught_by = "test_a_full_medium_is_an_ordinary_answer"
 
     class faulty(MemoryAdapter):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            outcome = super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            outcome = super().store_one(item, deadline)
             return outcome if outcome.result is Result.DONE else Outcome(Result.FAILED, error="no room", retryable=True)
 
     @pytest.fixture
     def small_adapter(self) -> MemoryAdapter:
         return self.faulty(medium_bytes=2 << 20)
+
+
+class LoadsOnly(MemoryAdapter):
+    """One that never stores, as it should be."""
+
+    capabilities = Capabilities(stores=False, delete=False, scan=False)
+
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self.check_open()
+        return [Outcome(Result.FAILED, error="it stores nothing")] * len(items)
+
+
+class WrongLoadsOnly(Wrong):
+    """An adapter that never stores, with a fault."""
+
+    @pytest.fixture
+    def filled(self, adapter: MemoryAdapter) -> Callable[[int], dict[bytes, bytes]]:
+        def put(count: int) -> dict[bytes, bytes]:
+            objects = {bytes([number + 1]) * 44: bytes([number]) * 9000 for number in range(count)}
+            adapter.objects.update({key: (content, 0.0) for key, content in objects.items()})
+            return objects
+
+        return put
+
+
+class TestStoresAllTheSame(WrongLoadsOnly):
+    caught_by = "test_a_store_is_refused_for_good_and_changes_nothing"
+
+    class faulty(LoadsOnly):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return MemoryAdapter.store(self, items, deadline)
+
+
+class TestMayStoreLater(WrongLoadsOnly):
+    caught_by = "test_a_store_is_refused_for_good_and_changes_nothing"
+
+    class faulty(LoadsOnly):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return [each._replace(retryable=True) for each in super().store(items, deadline)]
+
+
+class TestFindsWhatNobodyPutThere(WrongLoadsOnly):
+    caught_by = "test_what_others_put_there_is_found_and_loaded_whole"
+
+    class faulty(LoadsOnly):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            self.check_open()
+            return [True] * len(keys)
+
+
+class TestLoadsTheHeaderAlone(WrongLoadsOnly):
+    caught_by = "test_what_others_put_there_is_found_and_loaded_whole"
+
+    class faulty(LoadsOnly):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            for item in items:
+                item.buffers[-1][:] = bytes(item.buffers[-1].nbytes)
+            rooms = [LoadItem(item.key, [*item.buffers[:-1], memoryview(bytearray(1 << 20))]) for item in items]
+            return super().load(rooms, deadline)
+
+
+class TestWaitsWithoutTime(WrongLoadsOnly):
+    caught_by = "test_a_call_without_time_comes_back_at_once"
+
+    class faulty(LoadsOnly):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            time.sleep(2.5)
+            return super().load(items, deadline)

@@ -17,7 +17,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.server.operation import ObjectInfo, OperationContext, PoolView, ServerOperation
 from lmcache_core.server.server import Server
-from lmcache_core.testing import OperationContract
+from lmcache_testing import OperationContract
 
 KEY = bytes(range(32))
 
@@ -41,20 +41,20 @@ class Look(ServerOperation):
     reply: ClassVar[type[msgspec.Struct]] = Told
     runs: ClassVar[Literal["loop", "lane"]] = "lane"
 
-    def __init__(self, settings: Any, context: OperationContext) -> None:
+    def __init__(self, settings: object, context: OperationContext) -> None:
         self.context = context
 
-    def handle(self, request: Any) -> Any:
+    def handle(self, request: Ask) -> Told:
         return Told(self.context.on_loop(lambda view: self.look(view, request)) is not None)
 
-    def look(self, view: PoolView, request: Any) -> ObjectInfo | None:
+    def look(self, view: PoolView, request: Ask) -> ObjectInfo | None:
         return view.describe(1, [request.key])[0]
 
 
 class Wrong(OperationContract):
     component = "look"
     caught_by: ClassVar[str]
-    faulty: ClassVar[Any] = Look
+    faulty: ClassVar[object] = Look
 
     @pytest.fixture
     def operation_registry(self) -> Registry:
@@ -90,7 +90,7 @@ class TestAnswersWithAMapping(Wrong):
     caught_by = "test_it_answers_with_its_reply"
 
     class faulty(Look):
-        def handle(self, request: Any) -> Any:
+        def handle(self, request: Ask) -> Told:
             return {"here": super().handle(request).there}
 
 
@@ -114,7 +114,7 @@ class TestSleepsOnTheLoop(Wrong):
     class faulty(Look):
         runs = "loop"
 
-        def handle(self, request: Any) -> Any:
+        def handle(self, request: Ask) -> Told:
             time.sleep(0.005)
             return super().handle(request)
 
@@ -131,7 +131,7 @@ class TestClosesWhatItOpensAtItsFirstCall(Wrong):
     caught_by = "test_one_that_was_never_asked_ends_in_order"
 
     class faulty(Look):
-        def handle(self, request: Any) -> Any:
+        def handle(self, request: Ask) -> Told:
             self.opened = threading.Event()
             return super().handle(request)
 
@@ -161,7 +161,7 @@ class TestIsAskedOneAtATime(Wrong):
     class faulty(Look):
         busy = False
 
-        def handle(self, request: Any) -> Any:
+        def handle(self, request: Ask) -> Told:
             if self.busy:
                 raise UsageError("busy")
             self.busy = True
@@ -174,7 +174,7 @@ class TestKeepsTheViewOfThePool(Wrong):
     caught_by = "test_it_looks_at_the_pool_on_the_loop_alone"
 
     class faulty(Look):
-        def handle(self, request: Any) -> Any:
+        def handle(self, request: Ask) -> Told:
             view: PoolView = self.context.on_loop(lambda each: each)
             return Told(self.look(view, request) is not None)
 
@@ -184,6 +184,6 @@ class TestLeavesItsThreadBehind(Wrong):
     settle_s = 0.3
 
     class faulty(Look):
-        def __init__(self, settings: Any, context: OperationContext) -> None:
+        def __init__(self, settings: object, context: OperationContext) -> None:
             super().__init__(settings, context)
             threading.Thread(target=time.sleep, args=(1000.0,), name="refresher", daemon=True).start()

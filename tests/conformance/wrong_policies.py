@@ -22,14 +22,14 @@ from lmcache_core.policies import (
     TierView,
 )
 from lmcache_core.policies.lru import LruEviction
-from lmcache_core.testing import EvictionPolicyContract, PrefetchPolicyContract, StorePolicyContract
+from lmcache_testing import EvictionPolicyContract, PrefetchPolicyContract, StorePolicyContract
 
 
 class Fifo(EvictionPolicy):
     """Correct, and slow: a dictionary in the order of insertion. The faults below are changes to it."""
 
     def __init__(self) -> None:
-        self.entries: dict[Any, None] = {}
+        self.entries: dict[Entry, None] = {}
 
     def insert(self, entries: Sequence[Entry]) -> None:
         self.entries.update(dict.fromkeys(entries))
@@ -331,7 +331,7 @@ class TestSharesItsListWithEveryOther(Wrong):
     caught_by = "test_two_policies_with_one_history_name_the_same"
 
     class faulty(Fifo):
-        everybodys: ClassVar[dict[Any, None]] = {}
+        everybodys: ClassVar[dict[Entry, None]] = {}
 
         def __init__(self) -> None:
             self.entries = self.everybodys
@@ -354,7 +354,7 @@ class TestGoesByKeyAlone(Wrong):
             self.by_key: dict[bytes, Entry] = {}
 
         @property
-        def entries(self) -> dict[Any, None]:  # type: ignore[override]
+        def entries(self) -> dict[Entry, None]:  # type: ignore[override]
             return dict.fromkeys(self.by_key.values())
 
         def insert(self, entries: Sequence[Entry]) -> None:
@@ -426,7 +426,7 @@ class TestPlansPairs(WrongStore):
     caught_by = "test_without_tiers_nothing_is_sent_and_nothing_lost"
 
     class faulty(StorePolicy):
-        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             return {tier.name: range(len(batch)) for tier in tiers}, ()
 
 
@@ -498,7 +498,9 @@ class TestRetainsByANumber(WrongPrefetch):
     caught_by = "test_each_key_comes_from_a_tier_that_has_it"
 
     class faulty(First):
-        def plan(self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> Any:
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> StorePlan:
             return super().plan(keys, found, tiers)._replace(retain=0.5)  # type: ignore[arg-type]
 
 
@@ -576,7 +578,7 @@ class TestCountsAUseTwiceInABatchOnce(Wrong):
     class faulty(Fifo):
         def __init__(self) -> None:
             super().__init__()
-            self.uses: dict[Any, int] = {}
+            self.uses: dict[Entry, int] = {}
 
         def access(self, entries: Sequence[Entry]) -> None:
             for entry in dict.fromkeys(entries):
@@ -637,7 +639,7 @@ class TestLooksForTheLeastUsed(Wrong):
     class faulty(Fifo):
         def __init__(self) -> None:
             super().__init__()
-            self.uses: dict[Any, int] = {}
+            self.uses: dict[Entry, int] = {}
 
         def insert(self, entries: Sequence[Entry]) -> None:
             super().insert(entries)
@@ -725,7 +727,7 @@ class TestPlansOnceToRead(WrongStore):
     caught_by = "test_tiers_that_are_down_are_no_surprise"
 
     class faulty(StorePolicy):
-        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             return StorePlan({tier.name: (n for n in range(len(batch))) for tier in tiers})  # type: ignore[misc]
 
 
@@ -733,7 +735,7 @@ class TestNamesKeysForPositions(WrongStore):
     caught_by = "test_tiers_that_are_down_are_no_surprise"
 
     class faulty(StorePolicy):
-        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             return StorePlan({tier.name: [candidate.key for candidate in batch] for tier in tiers})  # type: ignore[misc]
 
 
@@ -785,7 +787,9 @@ class TestNamesSourcesOnceToRead(WrongPrefetch):
     caught_by = "test_each_key_comes_from_a_tier_that_has_it"
 
     class faulty(First):
-        def plan(self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> Any:
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> StorePlan:
             return PrefetchPlan(self.source(n, found, tiers) for n in range(len(keys)))  # type: ignore[arg-type]
 
 

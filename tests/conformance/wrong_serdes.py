@@ -15,7 +15,7 @@ import pytest
 from lmcache_core.errors import DamagedObjectError, UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Buffer, Serde
-from lmcache_core.testing import SerdeContract
+from lmcache_testing import SerdeContract
 
 
 class Sealed(Serde):
@@ -336,7 +336,7 @@ class TestBoundsByAFraction(Wrong):
     caught_by = "test_its_bound_follows_from_the_layout_alone"
 
     class faulty(Sealed):
-        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> Any:
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> float:
             return nbytes * 1.01 + 100
 
 
@@ -380,7 +380,7 @@ class TestGivesBytesForBuffers(Wrong):
     caught_by = "test_what_was_encoded_is_decoded"
 
     class faulty(Sealed):
-        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Any:
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> bytes:
             return b"".join(super().encode(src, layout, key))
 
 
@@ -506,3 +506,24 @@ class TestSharesItsTargetForAMoment(Wrong):
             self.plain = bytearray(into.nbytes)
             super().decode(src, memoryview(self.plain), layout, key)
             into[:] = self.plain
+
+
+class TestRefusesALayoutWithItsFirstObject(Wrong):
+    """The server accepted the layout, and the tier loses every object."""
+
+    caught_by = "test_a_layout_is_refused_before_the_first_object"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            if layout.dtype in ("uint8", "int8"):
+                raise UsageError(f"{layout} is no KV")
+            return super().encode(src, layout, key)
+
+
+class TestRoundsWhatHasNoAxes(Wrong):
+    caught_by = "test_values_in_an_order_that_nobody_knows_come_back_in_it"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            kept = src if layout.memory_format else memoryview(bytes(byte & 0xFE for byte in src))
+            return super().encode(kept, layout, key)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, ClassVar
 import pytest
 
 from lmcache_core.errors import TierError
-from lmcache_core.testing import Backdoor, L2AdapterContract, MemoryAdapter
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
@@ -31,6 +31,8 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
+from lmcache_mock.memory import MemoryAdapter
+from lmcache_testing import Backdoor, L2AdapterContract
 
 DONE = Outcome(Result.DONE)
 MISS = Outcome(Result.MISS)
@@ -41,10 +43,10 @@ class Shelf(MemoryAdapter):
     """Correct: a dictionary that all adapters of a test share. `state` is its trouble: hangs, locked, busy, gone."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True)
-    shared_objects: ClassVar[MutableMapping[Any, Any]]
+    shared_objects: ClassVar[MutableMapping[bytes, object]]
     state: ClassVar[dict[str, bool]]
 
-    def __init__(self, settings: Any = None, context: AdapterContext | None = None, **more: Any) -> None:
+    def __init__(self, settings: object = None, context: AdapterContext | None = None, **more: Any) -> None:
         super().__init__(settings, context, **more)
         if not more:
             self.objects = self.shared_objects
@@ -63,7 +65,7 @@ class Shelf(MemoryAdapter):
             raise TierError("the shelf does not answer")
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         self._ask(deadline)
         if self.state.get("locked"):
             return [Outcome(Result.FAILED, error="the shelf is locked", retryable=True)] * len(items)
@@ -74,28 +76,28 @@ class Shelf(MemoryAdapter):
         return super().exists(keys, deadline)
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         self._ask(deadline)
         return super().load(items, deadline)
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        self._check_open()
+        self.check_open()
         self._ask(deadline)
         return super().delete(keys, deadline)
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        self._check_open()
+        self.check_open()
         self._ask(deadline)
         return super().scan(cursor, deadline)
 
     def usage(self) -> Usage:
-        self._check_open()
+        self.check_open()
         self._ask(time.monotonic())
         return super().usage()
 
 
 class Door(Backdoor):
-    def __init__(self, objects: dict[Any, Any]) -> None:
+    def __init__(self, objects: dict[bytes, object]) -> None:
         self._objects = objects
 
     def read(self, key: bytes) -> bytes | None:
@@ -197,7 +199,7 @@ class TestStartsAThreadForEachCall(Wrong):
 
 class TestLeavesItsConnectionOpen(Wrong):
     caught_by = "test_opening_and_closing_leaves_nothing_behind"
-    kept: ClassVar[list[Any]] = []
+    kept: ClassVar[list[object]] = []
 
     class faulty(Shelf):
         def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -228,9 +230,9 @@ class TestLosesADescriptorForEachMiss(Wrong):
     caught_by = "test_use_takes_no_more_and_more"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             handle = os.open(os.devnull, os.O_RDONLY)
-            outcome = super()._load_one(item)
+            outcome = super().load_one(item, deadline)
             if outcome.result is Result.DONE:  # the early return leaves it open
                 os.close(handle)
             return outcome
@@ -238,7 +240,7 @@ class TestLosesADescriptorForEachMiss(Wrong):
 
 class TestKeepsAConnectionOfEachThread(Wrong):
     caught_by = "test_opening_and_closing_leaves_nothing_behind"
-    connections: ClassVar[dict[Any, Any]] = {}
+    connections: ClassVar[dict[bytes, object]] = {}
 
     class faulty(Shelf):
         def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
@@ -318,18 +320,18 @@ class TestKeepsWhatItLoaded(Wrong):
     class faulty(Shelf):
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
-            self.cached: dict[bytes, Any] = {}
+            self.cached: dict[bytes, object] = {}
 
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.cached.pop(item.key, None)
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             mine = self.cached.setdefault(item.key, self.objects.get(item.key))
             theirs = self.objects.get(item.key)
             if mine is not None and theirs is not None:
                 self.objects[item.key] = mine
-            outcome = super()._load_one(item)
+            outcome = super().load_one(item, deadline)
             if theirs is not None:
                 self.objects[item.key] = theirs
             return outcome
@@ -365,17 +367,17 @@ class TestServesADamagedObjectFromMemory(Wrong):
     class faulty(Shelf):
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
-            self.recent: dict[bytes, Any] = {}
+            self.recent: dict[bytes, object] = {}
 
-        def _store_one(self, item: StoreItem) -> Outcome:
-            outcome = super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            outcome = super().store_one(item, deadline)
             self.recent[item.key] = self.objects[item.key]
             return outcome
 
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             if item.key in self.recent and item.key in self.objects:
                 self.objects[item.key] = self.recent[item.key]
-            return super()._load_one(item)
+            return super().load_one(item, deadline)
 
 
 # --- deadlines ------------------------------------------------------------------------------------------------------
@@ -426,10 +428,10 @@ class TestHangsInAnyCall(Wrong):
     limit_s = 0.5
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             if item.key not in self.objects:
                 time.sleep(HANG_S)
-            return super()._load_one(item)
+            return super().load_one(item, deadline)
 
 
 class TestHangsInClose(Wrong):
@@ -441,6 +443,28 @@ class TestHangsInClose(Wrong):
             if not self._closed and self.objects:
                 self._closed = True
                 time.sleep(HANG_S)
+
+
+class TestDeletesThePiecesOfAStoreThatIsUnderWay(Wrong):
+    caught_by = "test_a_store_whose_key_is_deleted_meanwhile_is_whole_or_gone"
+
+    class faulty(Shelf):
+        pieces: ClassVar[dict[bytes, bytes]] = {}
+
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return [self._store_pieces(item, deadline) for item in items]
+
+        def _store_pieces(self, item: StoreItem, deadline: float) -> Outcome:
+            content = b"".join(item.buffers)
+            self.pieces[item.key] = content[:100]
+            rest = content[100:]
+            whole = self.pieces.get(item.key, b"") + rest
+            return super().store([StoreItem(item.key, [memoryview(whole)])], deadline)[0]
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            for key in keys:
+                self.pieces.pop(key, None)
+            return super().delete(keys, deadline)
 
 
 class TestTakesThreeSecondsForALoad(Wrong):
@@ -519,7 +543,7 @@ class TestScansNothingWhereNothingAnswers(Wrong):
             try:
                 return super().scan(cursor, deadline)
             except TierError:
-                self._check_open()
+                self.check_open()
                 return ScanPage([], None)
 
 
@@ -531,7 +555,7 @@ class TestUsesNothingWhereNothingAnswers(Wrong):
             try:
                 return super().usage()
             except TierError:
-                self._check_open()
+                self.check_open()
                 return Usage(0, 0, 0)
 
 
@@ -543,7 +567,7 @@ class TestMissesWhereNothingAnswers(Wrong):
             try:
                 return super().load(items, deadline)
             except TierError:
-                self._check_open()
+                self.check_open()
                 return [MISS] * len(items)
 
 
@@ -555,7 +579,7 @@ class TestKnowsNothingIsThereWhereNothingAnswers(Wrong):
             try:
                 return super().exists(keys, deadline)
             except TierError:
-                self._check_open()
+                self.check_open()
                 return [False] * len(keys)
 
 
@@ -567,7 +591,7 @@ class TestDeletesWhereNothingAnswers(Wrong):
             try:
                 return super().delete(keys, deadline)
             except TierError:
-                self._check_open()
+                self.check_open()
                 return [DONE] * len(keys)
 
 
@@ -579,7 +603,7 @@ class TestFailsWithoutAWord(Wrong):
             try:
                 return super().store(items, deadline)
             except TierError:
-                self._check_open()
+                self.check_open()
                 return [Outcome(Result.FAILED, retryable=True)] * len(items)
 
 
@@ -601,11 +625,11 @@ class TestCutsKeysAt63Bytes(Wrong):
     caught_by = "test_keys_that_resemble_each_other_do_not_meet"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return super()._store_one(StoreItem(item.key[:63], item.buffers))
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return super().store_one(StoreItem(item.key[:63], item.buffers), deadline)
 
-        def _load_one(self, item: LoadItem) -> Outcome:
-            return super()._load_one(LoadItem(item.key[:63], item.buffers))
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            return super().load_one(LoadItem(item.key[:63], item.buffers), deadline)
 
         def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
             return super().exists([key[:63] for key in keys], deadline)
@@ -615,11 +639,11 @@ class TestCutsKeysAt63Bytes(Wrong):
 
 
 class Stripped(Shelf):
-    def _store_one(self, item: StoreItem) -> Outcome:
-        return super()._store_one(StoreItem(item.key.rstrip(b"\0"), item.buffers))
+    def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+        return super().store_one(StoreItem(item.key.rstrip(b"\0"), item.buffers), deadline)
 
-    def _load_one(self, item: LoadItem) -> Outcome:
-        return super()._load_one(LoadItem(item.key.rstrip(b"\0"), item.buffers))
+    def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+        return super().load_one(LoadItem(item.key.rstrip(b"\0"), item.buffers), deadline)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         return super().exists([key.rstrip(b"\0") for key in keys], deadline)
@@ -644,11 +668,11 @@ class TestStoresUnderAnotherNameThanItSays(Wrong):
     caught_by = "test_a_torn_object_is_never_called_whole"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return super()._store_one(StoreItem(b"v2" + item.key, item.buffers))
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return super().store_one(StoreItem(b"v2" + item.key, item.buffers), deadline)
 
-        def _load_one(self, item: LoadItem) -> Outcome:
-            return super()._load_one(LoadItem(b"v2" + item.key, item.buffers))
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            return super().load_one(LoadItem(b"v2" + item.key, item.buffers), deadline)
 
 
 class TestScansKeysAsItSpellsThem(Wrong):
@@ -769,6 +793,9 @@ class TestStoresBeyondItsOwnLimit(Wrong):
     class faulty(Shelf):
         capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
 
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return self.each("store", self.store_one, items, deadline)
+
 
 class TestAsksToTryATooLargeObjectAgain(Wrong):
     caught_by = "test_the_largest_object"
@@ -776,10 +803,11 @@ class TestAsksToTryATooLargeObjectAgain(Wrong):
     class faulty(Shelf):
         capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
 
-        def _store_one(self, item: StoreItem) -> Outcome:
-            if item.nbytes > 65536:
-                return Outcome(Result.FAILED, error="too large", retryable=True)
-            return super()._store_one(item)
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return [
+                outcome._replace(retryable=True) if item.nbytes > 65536 else outcome
+                for item, outcome in zip(items, super().store(items, deadline), strict=True)
+            ]
 
 
 class TestTakesLessThanItSays(Wrong):
@@ -788,10 +816,10 @@ class TestTakesLessThanItSays(Wrong):
     class faulty(Shelf):
         capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
 
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             if item.nbytes > 65536 - 48:  # the medium's own header counts, too
                 return Outcome(Result.FAILED, error="too large")
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestTakesNoKernelKeys(Wrong):
@@ -805,20 +833,20 @@ class TestWantsWritableSources(Wrong):
     caught_by = "test_the_source_may_be_read_only"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             import ctypes
 
             for buffer in item.buffers:
                 (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestSaysTheRoomForTheLength(Wrong):
     caught_by = "test_an_object_smaller_than_the_buffers_says_its_length"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
-            outcome = super()._load_one(item)
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            outcome = super().load_one(item, deadline)
             return outcome._replace(nbytes=sum(buffer.nbytes for buffer in item.buffers)) if outcome.nbytes else outcome
 
 
@@ -834,9 +862,9 @@ class TestNeedsToBeUsedBeforeItCloses(Wrong):
     caught_by = "test_an_adapter_that_was_never_used_can_be_closed"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.connection = object()
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def close(self) -> None:
             closed, self._closed = self._closed, True
@@ -849,16 +877,16 @@ class TestDeletesAndInserts(Wrong):
     caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.objects.pop(item.key, None)
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestWritesInPlace(Wrong):
     caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             whole = b"".join(item.buffers)
             former = bytes(self.objects.get(item.key, (b"", 0.0))[0])
             self.objects[item.key] = (whole[:4096] + former[4096 : len(whole)], time.time())
@@ -870,10 +898,10 @@ class TestWritesTheHeaderFirst(Wrong):
     caught_by = "test_a_first_store_and_a_delete_show_all_or_nothing"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             if item.key not in self.objects:
                 self.objects[item.key] = (bytes(item.buffers[0]), time.time())
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestEmptiesBeforeItDeletes(Wrong):
@@ -891,34 +919,34 @@ class TestMarksTheSourceForAMoment(Wrong):
     caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             buffer = item.buffers[0]
             if buffer.readonly or not buffer.nbytes:
-                return super()._store_one(item)
+                return super().store_one(item, deadline)
             byte = buffer[0]
             buffer[0] = byte ^ 1
             buffer[0] = byte  # nobody will have noticed
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestSharesAScratchForAMoment(Wrong):
     caught_by = "test_two_stores_do_not_meet"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.scratch = b"".join(item.buffers)
             whole = memoryview(self.scratch)
-            return super()._store_one(StoreItem(item.key, [whole]))
+            return super().store_one(StoreItem(item.key, [whole]), deadline)
 
 
 class TestSharesItsAnswersForAMoment(Wrong):
     caught_by = "test_two_loads_do_not_meet"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             self.key = item.key
             found = self.key
-            return super()._load_one(LoadItem(found, item.buffers))
+            return super().load_one(LoadItem(found, item.buffers), deadline)
 
 
 class TestSharesItsListOfKeysForAMoment(Wrong):
@@ -947,9 +975,9 @@ class TestCountsOverwritesTwice(Wrong):
     caught_by = "test_usage_counts_an_object_once"
 
     class faulty(Counted):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.number += 1
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
             self.number -= len(self.objects.keys() & set(keys))
@@ -960,9 +988,9 @@ class TestSubtractsWhatNeverWasThere(Wrong):
     caught_by = "test_usage_counts_an_object_once"
 
     class faulty(Counted):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.number += item.key not in self.objects
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
             self.number = max(0, self.number - len(keys))
@@ -977,9 +1005,9 @@ class TestBeginsToCountAtZero(Wrong):
             super().__init__(*arguments, **more)
             self.mine: set[bytes] = set()
 
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.mine.add(item.key)
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
             self.mine -= set(keys)
@@ -1165,8 +1193,8 @@ class TestDropsTheNewest(Wrong):
     class faulty(Shelf):
         capabilities = Capabilities(durable=True, shared=True, evicts=True)
 
-        def _store_one(self, item: StoreItem) -> Outcome:
-            super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            super().store_one(item, deadline)
             return Outcome(Result.DONE, item.nbytes)
 
 
@@ -1174,8 +1202,8 @@ class TestSaysFullAndKeepsIt(Wrong):
     caught_by = "test_a_full_medium_is_an_ordinary_answer"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            outcome = super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            outcome = super().store_one(item, deadline)
             if outcome.result is Result.FULL:
                 self.objects[item.key] = (b"".join(item.buffers), time.time())
             return outcome
@@ -1186,7 +1214,7 @@ class TestReadsAnObjectInTwoParts(Wrong):
     caught_by = "test_a_load_gives_one_object_while_it_is_overwritten"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             if item.key not in self.objects:
                 return MISS
             at = 0
@@ -1201,11 +1229,11 @@ class TestExpectsWhatItHasSeen(Wrong):
     caught_by = "test_a_load_gives_all_or_nothing_while_it_is_deleted"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             if item.key not in self.objects:
                 return MISS
             content = self.objects[item.key][0]  # as stat, and then open
-            return super()._load_one(item) if content else MISS
+            return super().load_one(item, deadline) if content else MISS
 
 
 class TestExpectsWhatItHasListed(Wrong):
@@ -1224,7 +1252,7 @@ class TestNamesItsTemporaryFileByTheKey(Wrong):
     caught_by = "test_two_stores_of_one_key_do_not_mix"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             temporary = b"tmp of " + item.key
             self.state[temporary] = b""  # type: ignore[index, assignment]  # the medium's other folder
             for buffer in item.buffers:
@@ -1237,12 +1265,12 @@ class TestTidiesUpUnderAStore(Wrong):
     caught_by = "test_a_store_does_not_meet_the_delete_of_another_key"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.state["folder"] = True
             name = bytes(item.key)
             if not self.state["folder"]:
                 return Outcome(Result.FAILED, error=f"no folder for {name.hex()}")
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
             done = super().delete(keys, deadline)
@@ -1339,8 +1367,8 @@ class TestSetsAsideForLoadsAlone(Wrong):
                 self.state[key.hex()] = True
             return [DONE] * len(keys)
 
-        def _load_one(self, item: LoadItem) -> Outcome:
-            return MISS if self.state.get(item.key.hex()) else super()._load_one(item)
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            return MISS if self.state.get(item.key.hex()) else super().load_one(item, deadline)
 
 
 class TestListsWhatItHasSetAside(Wrong):
@@ -1352,6 +1380,81 @@ class TestListsWhatItHasSetAside(Wrong):
                 if key in self.objects:
                     self.objects[b"damaged " + key[:32]] = self.objects.pop(key)
             return [DONE] * len(keys)
+
+
+# --- deletes without proof --------------------------------------------------------------------------------------------
+class TestDeletesWhatItCouldNotRead(Wrong):
+    caught_by = "test_a_load_that_finds_damage_leaves_the_object_where_it_is"
+
+    class faulty(Shelf):
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            outcome = super().load_one(item, deadline)
+            if outcome.result is Result.DAMAGED:
+                self.objects.pop(item.key, None)
+            return outcome
+
+
+class TestGivesTheEndForTheHeader(Wrong):
+    caught_by = "test_the_header_alone_is_what_a_load_gives"
+
+    class faulty(Shelf):
+        def load_headers(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            return self.load([item._replace(buffers=item.buffers[::-1]) for item in items], deadline)
+
+
+class TestFindsAHeaderWhereNothingIs(Wrong):
+    caught_by = "test_the_header_alone_is_what_a_load_gives"
+
+    class faulty(Shelf):
+        def load_headers(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            outcomes = self.load(items, deadline)
+            return [Outcome(Result.DONE) if each.result is Result.MISS else each for each in outcomes]
+
+
+class Versioned(Shelf):
+    """Correct: its loads give a version."""
+
+    def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+        outcome = super().load_one(item, deadline)
+        return outcome._replace(version=self._version(item.key)) if outcome.result is Result.DONE else outcome
+
+    def _version(self, key: bytes) -> str:
+        return str(zlib.crc32(self.objects[key][0]))
+
+    def set_aside(self, keys: Sequence[bytes], deadline: float, versions: Sequence[str] = ()) -> Sequence[Outcome]:
+        pairs = zip(keys, versions or [""] * len(keys), strict=True)
+        going = [key for key, version in pairs if key in self.objects and version in ("", self._version(key))]
+        super().delete(going, deadline)
+        return [DONE] * len(keys)
+
+
+class TestSetsAsideWhateverTheVersion(Wrong):
+    caught_by = "test_what_was_replaced_is_not_set_aside"
+
+    class faulty(Versioned):
+        def set_aside(self, keys: Sequence[bytes], deadline: float, versions: Sequence[str] = ()) -> Sequence[Outcome]:
+            return self.delete(keys, deadline)
+
+
+class TestHasOneVersionForAll(Wrong):
+    caught_by = "test_what_was_replaced_is_not_set_aside"
+
+    class faulty(Versioned):
+        def _version(self, key: bytes) -> str:
+            return key.hex()
+
+
+class TestSkipsWhatIsThereWhateverItIsTold(Wrong):
+    caught_by = "test_what_replaces_a_suspect_is_stored_in_any_case"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            def same(item: StoreItem) -> bool:
+                there = self.objects.get(item.key, (b"", 0.0))[0]
+                return there[:80] == bytes(item.buffers[0])[:80] and len(there) == item.nbytes > 4096
+
+            done = Outcome(Result.DONE)
+            return [done if same(item) else super(Shelf, self).store([item], deadline)[0] for item in items]
 
 
 class TestClosesThePoolOfAll(Wrong):
@@ -1379,7 +1482,7 @@ class Folder(MutableMapping[bytes, Any]):
     def _file(self, key: bytes) -> Path:
         return self.path / key.hex()
 
-    def _write(self, key: bytes, content: Any) -> None:
+    def _write(self, key: bytes, content: bytes) -> None:
         self.path.mkdir(exist_ok=True)
         beside = self.path / f"{os.getpid()}-{threading.get_ident()}.tmp"
         beside.write_bytes(content)
@@ -1419,6 +1522,8 @@ class Files(Shelf):
             return super().store(items, deadline)
         except OSError as error:
             return [Outcome(Result.FAILED, error=str(error))] * len(items)
+        except KeyError:  # the former object was deleted while it was looked at
+            return self.store(items, deadline)
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
@@ -1500,7 +1605,7 @@ class TestMakesItsFolderOnce(WrongFolder):
     caught_by = "test_a_medium_that_somebody_empties_is_used_on"
 
     class folder(Folder):
-        def _write(self, key: bytes, content: Any) -> None:
+        def _write(self, key: bytes, content: bytes) -> None:
             if not self.made:
                 self.path.mkdir(exist_ok=True)
                 self.made = True
@@ -1516,7 +1621,7 @@ class TestLeavesItsTemporaryFiles(WrongFolder):
     caught_by = "test_a_closed_adapter_leaves_objects_and_nothing_else"
 
     class folder(Folder):
-        def _write(self, key: bytes, content: Any) -> None:
+        def _write(self, key: bytes, content: bytes) -> None:
             super()._write(key, content)
             (self.path / f"{os.getpid()}.log").write_bytes(content)
 
@@ -1525,7 +1630,7 @@ class TestWritesItsFileInPlace(WrongFolder):
     caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
 
     class folder(Folder):
-        def _write(self, key: bytes, content: Any) -> None:
+        def _write(self, key: bytes, content: bytes) -> None:
             self.path.mkdir(exist_ok=True)
             with self._file(key).open("wb", buffering=0) as file:
                 file.write(content[:4096])
@@ -1536,7 +1641,7 @@ class TestDeletesBeforeItStores(WrongFolder):
     caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
 
     class folder(Folder):
-        def _write(self, key: bytes, content: Any) -> None:
+        def _write(self, key: bytes, content: bytes) -> None:
             del self[key]
             super()._write(key, content)
 
@@ -1598,9 +1703,9 @@ class TestForgetsThatALoadIsAUse(Wrong):
     scan_wait_s = 0.05
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
             before = self.objects.get(item.key)
-            outcome = super()._load_one(item)
+            outcome = super().load_one(item, deadline)
             if before is not None:
                 self.objects[item.key] = before
             return outcome
@@ -1618,8 +1723,8 @@ class TestKeepsTheFirstPartOfWhatDidNotFit(Wrong):
     caught_by = "test_what_did_not_fit_takes_no_room"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            outcome = super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            outcome = super().store_one(item, deadline)
             if outcome.result is Result.FULL:  # the file that was begun
                 self._medium_bytes = sum(len(content) for content, _ in self.objects.values())
             return outcome
@@ -1650,8 +1755,8 @@ class TestSparesAStoreWhereSomethingOfThatLengthIs(Wrong):
     caught_by = "test_an_object_of_the_kernels_takes_the_place_of_any_other"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             there = self.objects.get(item.key)
             if len(item.buffers) > 1 and there is not None and len(there[0]) == item.nbytes:
                 return Outcome(Result.DONE, item.nbytes)  # header and payload: the kernel's
-            return super()._store_one(item)
+            return super().store_one(item, deadline)

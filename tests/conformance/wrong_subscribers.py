@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_core.observe.events import EVENTS, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber
-from lmcache_core.testing import EventSubscriberContract
+from lmcache_testing import EventSubscriberContract
 
 
 class Counter(EventSubscriber):
@@ -37,7 +37,7 @@ class Wrong(EventSubscriberContract):
     faulty: ClassVar[Any] = Counter
 
     @pytest.fixture
-    def subscriber(self) -> Any:
+    def subscriber(self) -> object:
         return self.faulty()
 
     @pytest.fixture

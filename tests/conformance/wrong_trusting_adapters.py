@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from wrong_shared_adapters import DONE, HANG_S, Shelf, Wrong
 
 from lmcache_core.errors import TierError
-from lmcache_core.testing import MemoryAdapter
 from lmcache_core.tiers.contract import (
     Capabilities,
     LoadItem,
@@ -30,6 +29,7 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
+from lmcache_mock.memory import MemoryAdapter
 
 LATE = Outcome(Result.FAILED, error="not done by its deadline", retryable=True)
 NEVER_S = float("inf")
@@ -150,7 +150,7 @@ class TestConnectsWhenItIsMade(Wrong):
     caught_by = "test_it_is_made_named_and_closed_while_its_medium_is_away"
 
     class faulty(Shelf):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
+        def __init__(self, *arguments: object, **more: object) -> None:
             super().__init__(*arguments, **more)
             self._ask(time.monotonic() + 5.0)
 
@@ -179,7 +179,7 @@ class TestLeadsByARow(Wrong):
     caught_by = "test_who_leads_is_told_or_not_known"
 
     class faulty(Shelf):
-        def try_to_lead(self) -> Any:
+        def try_to_lead(self) -> object:
             return self.state.setdefault("leader", id(self))  # type: ignore[arg-type]
 
 
@@ -231,26 +231,21 @@ class TestSendsAThousandBuffers(Wrong):
     caught_by = "test_an_object_may_come_in_many_buffers"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            return super()._store_one(StoreItem(item.key, item.buffers[:1024]))  # one call of writev
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            return super().store_one(StoreItem(item.key, item.buffers[:1024]), deadline)  # one call of writev
 
 
 class TestReceivesAThousandBuffers(Wrong):
     caught_by = "test_an_object_may_come_in_many_buffers"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
-            outcome = super()._load_one(LoadItem(item.key, item.buffers[:1024]))
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            outcome = super().load_one(LoadItem(item.key, item.buffers[:1024]), deadline)
             return DONE if outcome.result is Result.DAMAGED else outcome
 
 
 class Bounded(Shelf):
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True, object_bytes_max=1 << 20)
-
-    def _store_one(self, item: StoreItem) -> Outcome:
-        if item.nbytes > 1 << 20:
-            return Outcome(Result.FAILED, error="too large")
-        return super()._store_one(item)
 
 
 class TestRefusesTheWholeBatch(Wrong):
@@ -296,8 +291,8 @@ class TestMakesRoomBeforeItLooks(Wrong):
     caught_by = "test_what_does_not_fit_leaves_the_former_object_as_it_was"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
-            outcome = super()._store_one(item)
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+            outcome = super().store_one(item, deadline)
             if outcome.result is Result.FULL:
                 self.objects.pop(item.key, None)  # it was deleted to make room for the new one
             return outcome
@@ -340,7 +335,7 @@ class TestGivesExceptionsForWords(Wrong):
             try:
                 return super().load(items, deadline)
             except TierError as error:
-                self._check_open()
+                self.check_open()
                 return [Outcome(Result.FAILED, error=error, retryable=True)] * len(items)  # type: ignore[arg-type]
 
 
@@ -348,15 +343,15 @@ class TestAnswersWithTheWordAlone(Wrong):
     caught_by = "test_what_was_stored_is_read_back"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Any:
-            return super()._store_one(item)._replace(result="done")  # type: ignore[arg-type]
+        def store_one(self, item: StoreItem, deadline: float) -> object:
+            return super().store_one(item, deadline)._replace(result="done")  # type: ignore[arg-type]
 
 
 class TestAnswersExistsByNumbers(Wrong):
     caught_by = "test_answers_have_the_types_that_the_contract_names"
 
     class faulty(Shelf):
-        def exists(self, keys: Sequence[bytes], deadline: float) -> Any:
+        def exists(self, keys: Sequence[bytes], deadline: float) -> list[int]:
             return [int(found) for found in super().exists(keys, deadline)]
 
 
@@ -388,11 +383,11 @@ class Spelt(Shelf):
     def _name(self, key: bytes) -> bytes:
         return type(self).spelling(key)
 
-    def _store_one(self, item: StoreItem) -> Outcome:
-        return super()._store_one(StoreItem(self._name(item.key), item.buffers))
+    def store_one(self, item: StoreItem, deadline: float) -> Outcome:
+        return super().store_one(StoreItem(self._name(item.key), item.buffers), deadline)
 
-    def _load_one(self, item: LoadItem) -> Outcome:
-        return super()._load_one(LoadItem(self._name(item.key), item.buffers))
+    def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+        return super().load_one(LoadItem(self._name(item.key), item.buffers), deadline)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         return super().exists([self._name(key) for key in keys], deadline)
@@ -535,9 +530,9 @@ class TestKeepsAllThatItStored(Wrong):
     caught_by = "test_use_keeps_no_objects_in_memory"
 
     class faulty(Shelf):
-        def _store_one(self, item: StoreItem) -> Outcome:
+        def store_one(self, item: StoreItem, deadline: float) -> Outcome:
             self.__dict__.setdefault("log", []).append(b"".join(item.buffers))  # to be written again after a failure
-            return super()._store_one(item)
+            return super().store_one(item, deadline)
 
 
 class TestReleasesViewsThatItWasLent(Wrong):
@@ -572,8 +567,8 @@ class TestTakesThreeSecondsForWhatIsDamaged(Wrong):
     caught_by = "test_no_call_takes_long_beyond_its_deadline"
 
     class faulty(Shelf):
-        def _load_one(self, item: LoadItem) -> Outcome:
-            outcome = super()._load_one(item)
+        def load_one(self, item: LoadItem, deadline: float) -> Outcome:
+            outcome = super().load_one(item, deadline)
             if outcome.result is Result.DAMAGED:
                 time.sleep(3.0)
             return outcome

@@ -25,8 +25,8 @@ from lmcache_core.limits import FRAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_reply, encode
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
 
 from ..conftest import Node
 
@@ -163,7 +163,7 @@ def test_an_idle_client_finds_the_next_server_with_its_first_question(node: Node
 
 
 RETRIEVE_IN_THE_MIDDLE = """
-from lmcache_core.client import retrieving as room
+from lmcache_core.client.move import retrieving as room
 client = Client.connect(sys.argv[1], runtime_dir=sys.argv[2], use_index=False)  # under a lease, not by the index
 copy_out = room.copy_out
 def late(*arguments, **options):
@@ -195,7 +195,7 @@ def test_a_server_that_dies_between_two_pages_of_a_store_stores_nothing_of_the_s
     server = node.serve()
     worker = node.worker("""
 small = Namespace("small", Layout("uint8", (64,)))
-from lmcache_core.client import client as room
+from lmcache_core.client.move import leases as room
 copy_in, pages = room.copy_in, []
 def second_late(*arguments, **options):
     copied = copy_in(*arguments, **options)

@@ -13,7 +13,7 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LimitError
 from lmcache_core.limits import ROWS_RETURNING_MAX, SHARE_FEW, WORKERS_MAX
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -128,7 +128,7 @@ def test_who_follows_a_worker_that_was_killed_while_the_server_stood_still_gets_
     assert rows(clients[0]) in (ROWS - 1, ROWS)
 
 
-def test_over_zmq_too(node: Node) -> None:
+def test_a_client_over_zmq_stores_again_after_its_link_was_lost(node: Node) -> None:
     address = f"ipc://{node.run / node.name / 'zmq'}"
     node.serve(*SMALL_SHARE, "--zmq.ipc", "true")
     clients = crowd(node, ROWS, address=address)

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
+
+from lmcache_testing.embedded import Json
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -78,7 +79,7 @@ def zygote(tmp_path: Path) -> Iterator[Zygote]:
     zygote.close()
 
 
-def answered(client: Client) -> dict[str, Any]:
+def answered(client: Client) -> Json:
     """The status of the server, as soon as one answers."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -89,7 +90,7 @@ def answered(client: Client) -> dict[str, Any]:
             time.sleep(0.002)
 
 
-def check_tables(name: str, status: dict[str, Any]) -> None:
+def check_tables(name: str, status: Json) -> None:
     """No worker lives: all that is used is ready, no slot is lost, and the tables say the same as the server."""
     usage = status["l1"]
     assert usage["used_bytes"] == usage["bytes_by_state"]["ready"], usage

@@ -1,11 +1,10 @@
-"""A server that takes over an old pool: hits at once, and slots that others may touch are left alone."""
+"""A server that takes over an old pool: hits at once, and slots that others may touch are not reused."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,28 +13,30 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError, LeaseExpiredError, PoolError
 from lmcache_core.native import native
 from lmcache_core.pool.segment import Segment
-from lmcache_core.testing.waiting import until
+from lmcache_core.protocol import messages as m
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 
 
-def adopted(client: Client) -> dict[str, Any]:
-    found: dict[str, Any] = status(client)["pool"]["adopted"]
+def adopted(client: Client) -> Json:
+    found: Json = status(client)["pool"]["adopted"]
     return found
 
 
-def status(client: Client) -> dict[str, Any]:
+def status(client: Client) -> Json:
     """The server's, once the client has found it."""
 
-    def ask() -> dict[str, Any] | None:
+    def ask() -> Json | None:
         try:
             return client.status()
         except DisconnectedError:
             return None
 
-    found: dict[str, Any] = until(ask)
+    found: Json = until(ask)
     return found
 
 
@@ -254,7 +255,7 @@ def test_a_clear_takes_what_was_adopted_and_never_touched(node: Node) -> None:
     assert client.status()["l1"]["used_bytes"] == 0
 
 
-def _cleared(client: Client, node: Node) -> Any:
+def _cleared(client: Client, node: Node) -> m.ClearedReply | None:
     try:
         return client.clear(node.namespace)
     except CacheError:
@@ -342,3 +343,25 @@ def test_a_kept_pool_is_cleaned_only_by_name(node: Node) -> None:
     assert [each.state for each in found] == [CleanState.REMOVED]
     with pytest.raises(PoolError):
         Segment.attach_name(node.name)
+
+
+def test_what_a_killed_server_owed_its_tier_reaches_it_before_anybody_asks(node: Node, tmp_path: Path) -> None:
+    disk = ("--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk"))
+    server = node.serve(*disk)
+    client = node.client()
+    keys = [node.key(number) for number in range(100)]
+    store(client, node, range(50))
+    assert all(each.stored for each in client.wait_stored(keys[:50], namespace=node.namespace))
+    client.tiers_reconfigure("disk", {"wrap": ["faults:store hang"]})
+    store(client, node, range(50, 100))
+    server.kill()
+    client.close()
+    node.serve(*disk)
+    onlooker = node.client(maps_pool=False)  # and names no namespace: nobody says what the objects are
+    until(lambda: onlooker.status()["tiers"]["stores"]["dirty"] == {"disk": 0})
+    assert onlooker.status()["tiers"]["tiers"][0]["objects"] == 100
+    assert onlooker.status()["tiers"]["stores"]["counts"]["stored"] == 50
+    again = node.client()
+    again.clear()
+    assert again.lookup(keys, namespace=node.namespace, wait_s=30.0).hits == 100
+    check(again, node, range(100))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,8 @@ from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import PAGE_BYTES
 from lmcache_core.native import native
 from lmcache_core.pool.header import decode
-from lmcache_core.testing.waiting import until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 from ..conftest import Node, ServerProcess
 
@@ -129,10 +129,10 @@ def data_offset(node: Node) -> int:
         return decode(file.read(PAGE_BYTES)).data_offset
 
 
-def checked(server: ServerProcess) -> dict[str, Any]:
+def checked(server: ServerProcess) -> Json:
     """What `status` says of the check in the background, once it is through."""
 
-    def done() -> Any:
+    def done() -> Json | None:
         report = client.status()["pool"]["adopted"]["checked"]
         return report if report["verified_s"] is not None else None
 

@@ -15,7 +15,7 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError
 from lmcache_core.native import native
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 

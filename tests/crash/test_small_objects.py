@@ -14,8 +14,8 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 from ..conftest import Node, ServerProcess
 

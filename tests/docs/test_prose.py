@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ MENDED = {
     r"\bnothing of it is kept\b": "it is not stored",
     r"\b(?:for|of|to) who (?:has|may|must|can|cannot|is|was|takes|waits|asks|reads|comes|maps)\b": "for callers that …",
     r"\bthis very\b|\bthe very\b": "this, or the same",
+    r"\bleft alone\b|\bput aside\b": "not called, not touched, disabled",
+    r"\bbegins? cold\b": "start cold",
+    r"\bthe (?:tier's |tiers' own )?books\b(?! of)": "the accounts",
+    r"\b(?:is|are|was|were) told (?:about|again|how many|nothing)\b": "gets; is notified; sees",
     r"\bin order to\b": "to",
     r"\butili[sz]e": "use",
     r"\bobviously\b|\beasily\b|\bseamless": "(nothing)",
@@ -25,7 +30,7 @@ MENDED = {
     r"\bdue to the fact that\b": "because",
 }
 QUOTED = {Path(__file__).name, "prose.md"}
-NOT_OURS = {".nox", ".venv", "build", "dist", "node_modules"}
+NOT_OURS = {".nox", ".venv", ".venv-vllm", "cache", "build", "dist", "node_modules"}
 
 
 def written() -> list[Path]:
@@ -47,3 +52,8 @@ def test_a_phrase_that_was_mended_does_not_come_back(phrase: str) -> None:
         if pattern.search(line)
     ]
     assert not found, f"write {MENDED[phrase]!r}:\n" + "\n".join(found)
+
+
+def test_no_file_keeps_both_sides_of_a_merge() -> None:
+    listed = subprocess.run(["git", "grep", "-lE", "^(<<<<<<<|>>>>>>>) "], cwd=ROOT, capture_output=True, text=True)
+    assert not listed.stdout

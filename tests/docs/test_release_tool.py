@@ -23,7 +23,16 @@ _SPEC.loader.exec_module(tool)
 
 def test_every_package_is_released_and_neither_template_nor_examples() -> None:
     names = {each.name for each in tool.find_packages()}
-    assert {"lmcache-core", "lmcache-fs", "lmcache-l0", "lmcache-core-vllm", "lmcache-bench"} <= names
+    some = {
+        "lmcache-core",
+        "lmcache-fs",
+        "lmcache-l0",
+        "lmcache-core-vllm",
+        "lmcache-lab",
+        "lmcache-testing",
+        "lmcache-tools",
+    }
+    assert some <= names
     assert len({each.version for each in tool.find_packages()}) == 1, "they are released together"
     ours = {path.parent.name for path in ROOT.glob("*/lmcache-*/pyproject.toml")}
     assert names == ours | {"lmcache-core"}
@@ -65,7 +74,48 @@ def test_a_wheel_for_a_newer_glibc_than_promised_is_refused() -> None:
         tool.tag_that_holds('the following platform tag: "manylinux_2_34_x86_64"')
 
 
-@pytest.mark.parametrize("package", ["core", "contrib/lmcache-l0", "plugins/lmcache-fp8"])
+def test_the_release_notes_have_what_every_changelog_says_of_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--notes"]) == 0
+    notes = capsys.readouterr().out
+    [version] = {each.version for each in tool.find_packages()}
+    assert notes.startswith(f"# lmcache-core {version}\n")
+    for package in tool.find_packages():
+        entries = tool.section(package.path / "CHANGELOG.md", version)
+        assert entries.startswith("### ")
+        assert f"\n## {package.name}\n\n{entries}" in notes
+    assert "unreleased" not in notes
+
+
+def test_a_changelog_that_says_nothing_of_the_version_ends_the_release(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text(
+        "# Changelog\n\n## 0.2.0 (2027-01-01)\n\n### Fixed\n\n- This.\n\n## 0.1.0\n\n### Added\n\n- That.\n"
+    )
+    assert tool.section(changelog, "0.2.0") == "### Fixed\n\n- This.\n"
+    assert tool.section(changelog, "0.1.0") == "### Added\n\n- That.\n"
+    with pytest.raises(SystemExit, match=r"CHANGELOG\.md says nothing of 0\.3\.0"):
+        tool.section(changelog, "0.3.0")
+
+
+def test_every_component_of_the_bill_has_the_hash_of_its_file() -> None:
+    bill = {"components": [{"name": "zope.interface", "version": "7.0"}, {"name": "lmcache-fs", "version": "0.1.0"}]}
+    report = {
+        "install": [
+            {
+                "metadata": {"name": name, "version": version},
+                "download_info": {"archive_info": {"hashes": {"sha256": name * 2}}},
+            }
+            for name, version in [("zope_interface", "7.0"), ("lmcache-fs", "0.1.0")]
+        ]
+    }
+    said = [component["hashes"] for component in tool.with_hashes(bill, report)["components"]]
+    assert said == [[{"alg": "SHA-256", "content": name * 2}] for name in ("zope_interface", "lmcache-fs")]
+    with pytest.raises(SystemExit, match=r"no hash for zope\.interface 7\.0"):
+        tool.with_hashes(bill, {"install": report["install"][1:]})
+
+
+@pytest.mark.parametrize("package", ["core", "contrib/lmcache-l0", "plugins/lmcache-fp8", "plugins/lmcache-quant"])
 def test_a_python_without_its_global_lock_is_refused_when_it_builds(package: str) -> None:
     code = (
         "import sysconfig, runpy\n"

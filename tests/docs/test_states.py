@@ -18,8 +18,9 @@ SOURCE = Path(lmcache_core.__file__).parent
 INTERNALS = Path(__file__).parents[2] / "docs/internals"
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*states.py"))
 STANDS_APART = {"OFF"}  # where a machine may begin and stay
-# What is claimed gets its first state by the batch; `Kernel.begin_store` has looked the step up in the table.
-KERNEL_BATCHES = {"kernel/writing.py", "kernel/residents.py", "kernel/adoption.py"}
+# What is claimed gets its first state by the batch; `Kernel.begin_store` has looked the step up in the table. A recount
+# finds out in which state a step that failed half way has left an object.
+KERNEL_BATCHES = {"kernel/writing.py", "kernel/residents.py", "kernel/adoption.py", "kernel/recount.py"}
 
 
 def tables(module: Path) -> dict[str, Transitions[Any, Any]]:

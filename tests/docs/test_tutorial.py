@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.cli.new_plugin import TEMPLATES
+from lmcache_testing.new_plugin import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/plugins"
@@ -121,8 +121,9 @@ def test_the_wrappers_on_the_testing_page_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*TUTORIALS, "testing", "publishing", "compatibility"])
-def test_names_of_the_kit_on_the_pages_exist(page: str) -> None:
-    import lmcache_core.testing as kit
+def test_names_of_the_kit_and_of_the_contract_on_the_pages_exist(page: str) -> None:
+    import lmcache_testing as kit
+    from lmcache_core.tiers import blocking, contract
 
     named = set(re.findall(r"`(\w+Contract|\w+Machine|\w+Adapter)`", (PAGES / f"{page}.md").read_text()))
-    assert named <= set(kit.__all__)
+    assert named <= {*kit.__all__, *contract.__all__, *blocking.__all__}

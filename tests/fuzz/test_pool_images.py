@@ -24,8 +24,8 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
-from lmcache_core.server.adopting import read_pool
-from lmcache_core.server.l1 import L1
+from lmcache_core.server.pool.adopting import read_pool
+from lmcache_core.server.pool.l1 import L1
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 

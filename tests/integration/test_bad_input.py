@@ -18,7 +18,7 @@ from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 
-from ..conftest import Node
+from ..conftest import Node, ServerProcess
 
 torch = pytest.importorskip("torch")
 HALF = Namespace("half", Layout("bfloat16", (2, 64, 8), "KTD"))
@@ -52,9 +52,13 @@ BAD_KEYS = {
 }
 
 
+@pytest.fixture
+def node(shared_node: Node) -> Node:
+    return shared_node
+
+
 @pytest.mark.parametrize("case", BAD_OBJECTS)
 def test_an_object_that_is_not_of_the_layout_is_named_with_the_cure(node: Node, case: str) -> None:
-    node.serve()
     client = node.client()
     bad, message = BAD_OBJECTS[case]
     good = torch.zeros(2, 64, 8, dtype=torch.bfloat16)
@@ -69,10 +73,9 @@ def test_an_object_that_is_not_of_the_layout_is_named_with_the_cure(node: Node, 
 
 @pytest.mark.parametrize("case", BAD_KEYS)
 def test_a_bad_key_is_refused_by_every_operation(node: Node, case: str) -> None:
-    node.serve()
     client = node.client()
     keys, message = BAD_KEYS[case]
-    objects = [bytearray(65536)] * len(keys) if hasattr(keys, "__len__") else []
+    objects = [bytearray(65536) for _ in range(len(keys))] if hasattr(keys, "__len__") else []
     for operation in (
         lambda: client.store(keys, objects, namespace=node.namespace),
         lambda: client.retrieve(keys, objects, namespace=node.namespace),
@@ -89,7 +92,6 @@ def test_a_bad_key_is_refused_by_every_operation(node: Node, case: str) -> None:
 
 
 def test_a_bad_key_behind_the_first_page_is_named_by_its_own_position_and_nothing_is_held(node: Node) -> None:
-    node.serve()
     client = node.client()
     small = Namespace("small", Layout("uint8", (64,)))
     keys = [node.key(number) for number in range(2 * BATCH_KEYS_MAX)]
@@ -107,7 +109,6 @@ def test_a_bad_key_behind_the_first_page_is_named_by_its_own_position_and_nothin
 
 
 def test_too_many_keys_are_refused_with_the_limit(node: Node) -> None:
-    node.serve()
     client = node.client()
     keys = [node.key("a")] * (OPERATION_KEYS_MAX + 1)
     with pytest.raises(LimitError, match=r"1,048,577 keys .*1,048,576: split the batch"):
@@ -117,13 +118,11 @@ def test_too_many_keys_are_refused_with_the_limit(node: Node) -> None:
 
 
 def test_objects_and_keys_must_be_as_many(node: Node) -> None:
-    node.serve()
     with pytest.raises(UsageError, match="1 objects for 2 keys: give one for each key"):
         node.client().store([node.key("a"), node.key("b")], [bytes(65536)], namespace=node.namespace)
 
 
 def test_an_object_larger_than_the_pool_is_said_at_registration_and_a_status_afterwards(node: Node) -> None:
-    node.serve()
     client = node.client()
     huge = Namespace("huge", Layout("uint8", (64 << 20,)))
     with pytest.raises(UsageError, match=r"67,108,864 bytes.*raise l1\.size_bytes, or use fewer tokens"):
@@ -134,7 +133,6 @@ def test_an_object_larger_than_the_pool_is_said_at_registration_and_a_status_aft
 
 
 def test_what_may_be_written_from_and_read_into_is_anything_of_the_layouts_items(node: Node) -> None:
-    node.serve()
     client = node.client()
     tensor = torch.randn(2, 64, 8).to(torch.bfloat16)
     raw = bytes(tensor.view(torch.uint8).numpy())
@@ -153,7 +151,6 @@ def test_what_may_be_written_from_and_read_into_is_anything_of_the_layouts_items
 
 
 def test_a_position_that_a_lease_does_not_have_is_named(node: Node) -> None:
-    node.serve()
     client = node.client()
     client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
     keys = [node.key("a"), node.key("b")]
@@ -171,10 +168,11 @@ def test_a_position_that_a_lease_does_not_have_is_named(node: Node) -> None:
     ("arguments", "message"),
     [
         (("float12", (4,)), "float12"),
-        (("uint8", ()), "positive dimensions"),
-        (("uint8", (4, -1)), "positive dimensions"),
+        (("uint8", ()), "1 to 32 dimensions"),
+        (("uint8", (4, -1)), "whole number from 1"),
         (("uint8", (4, 4), "K"), "one letter for each axis"),
-        (("uint8", (1 << 40,)), "fewer tokens per chunk"),
+        (("uint8", (1 << 40,)), "whole number from 1"),
+        (("uint8", (1 << 30, 1 << 30)), "fewer tokens per chunk"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_where_it_is_made(arguments: Any, message: str) -> None:
@@ -184,7 +182,6 @@ def test_a_layout_that_cannot_be_is_refused_where_it_is_made(arguments: Any, mes
 
 @pytest.mark.parametrize("tiers", ["disk", 7, [7], {"disk": 1}, b"disk"])
 def test_tiers_that_are_no_list_of_names_are_refused_by_every_lookup(node: Node, tiers: Any) -> None:
-    node.serve()
     client = node.client()
     for lookup in (client.lookup, client.lookup_nowait):
         with pytest.raises(UsageError, match="give a list of names"):
@@ -208,7 +205,6 @@ SEQUENCES: dict[str, Callable[[list[bytes]], Any]] = {
 def test_keys_are_any_sequence_of_anything_with_32_bytes_to_every_operation(
     node: Node, kind: str, use_index: bool
 ) -> None:
-    node.serve()
     client = node.client(use_index=use_index)
     keys = SEQUENCES[kind]([node.key(number) for number in range(3)])
     more = SEQUENCES[kind]([node.key(f"m{number}") for number in range(3)])
@@ -243,8 +239,7 @@ def test_keys_are_any_sequence_of_anything_with_32_bytes_to_every_operation(
     ],
     ids=str,
 )
-def test_what_is_no_position_is_refused_and_publishes_nothing(node: Node, positions: Any) -> None:
-    node.serve()
+def test_invalid_positions_are_refused_and_publish_nothing(node: Node, positions: Any) -> None:
     client = node.client()
     keys = [node.key(number) for number in range(3)]
     with client.prepare_store(keys, namespace=SMALL) as lease:
@@ -264,7 +259,6 @@ def test_what_is_no_position_is_refused_and_publishes_nothing(node: Node, positi
 
 @pytest.mark.parametrize("positions", [np.array([2, 0]), torch.tensor([0, 2]), (at for at in (0, 2)), {0, 2}], ids=str)
 def test_positions_are_any_whole_numbers(node: Node, positions: Any) -> None:
-    node.serve()
     client = node.client()
     keys = [node.key(number) for number in range(3)]
     with client.prepare_store(keys, namespace=SMALL) as lease:
@@ -286,7 +280,6 @@ def test_positions_are_any_whole_numbers(node: Node, positions: Any) -> None:
 def test_an_option_of_the_wrong_kind_is_refused_and_not_taken_for_a_server_that_is_gone(
     node: Node, option: Any, message: str
 ) -> None:
-    node.serve()
     client = node.client()
     keys = [node.key("a"), node.key("b")]
     with pytest.raises(UsageError, match=message):
@@ -296,7 +289,6 @@ def test_an_option_of_the_wrong_kind_is_refused_and_not_taken_for_a_server_that_
 
 
 def test_options_are_numbers_of_any_kind(node: Node) -> None:
-    node.serve()
     client = node.client()
     keys = [node.key("a"), node.key("b")]
     client.store(keys[:1], [bytes(64)], namespace=SMALL)
@@ -305,13 +297,12 @@ def test_options_are_numbers_of_any_kind(node: Node) -> None:
         assert client.lookup_nowait(keys, namespace=SMALL, **option).wait(30).hits == 1
 
 
-def test_no_time_is_too_long_to_wait(node: Node) -> None:
-    server = node.serve()
+def test_no_time_is_too_long_to_wait(node: Node, shared_server: ServerProcess) -> None:
     for longest in (1e12, float("inf")):
         client = node.client(call_timeout_s=longest, connect_timeout_s=longest)
         client.noop()
-        server.signal(signal.SIGSTOP)
-        going_on = threading.Timer(0.2, server.signal, (signal.SIGCONT,))
+        shared_server.signal(signal.SIGSTOP)
+        going_on = threading.Timer(0.2, shared_server.signal, (signal.SIGCONT,))
         going_on.start()
         client.noop()
         assert client.lookup_nowait([node.key("a")], namespace=SMALL).wait(longest).hits == 0
@@ -319,7 +310,6 @@ def test_no_time_is_too_long_to_wait(node: Node) -> None:
 
 
 def test_an_array_that_shows_no_buffer_is_named_with_the_cure(node: Node) -> None:
-    node.serve()
     client = node.client()
     dates = np.zeros(8, "M8[s]")  # as with bfloat16 of ml_dtypes, there is no buffer format for it
     for operation in (client.store, client.retrieve):

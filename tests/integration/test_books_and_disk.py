@@ -93,7 +93,7 @@ def compare(when):
         for path in (root / "objects").glob("*/*") if path.is_file()
     }
     books = {entry.tier_key: entry.nbytes for shard in tier.accounting.shards() for entry in shard}
-    assert books == on_disk, f"{when}: {len(books)} in the books, {len(on_disk)} on the disk"
+    assert books == on_disk, f"{when}: {len(books)} in the accounts, {len(on_disk)} on the disk"
     assert tier.accounting.bytes_used == sum(on_disk.values()) <= config.capacity_bytes
     temporary = [path for path in (root / "tmp").glob("*/*") if path.name != "lock"]
     assert not temporary, f"{when}: {temporary} are in no account"
@@ -112,7 +112,7 @@ for turn in range(3):
             l1.evict(each[1])
         loop.ask([doubles.key(rng.randrange(number)) for _ in range(4)], prefix=False)
         if rng.random() < 0.2:
-            loop.tiering.clear(None, tiers=True)
+            loop.clear(None, tiers=True)
         loop.until(quiet)
     arm(0)
     for each in sorted(l1.ready):
@@ -124,7 +124,7 @@ for turn in range(3):
     compare(f"after turn {turn}")
 struck = sum(shim.fault_hits(operation) for operation, _ in FAULTS[fault])
 assert struck or not FAULTS[fault], "no fault has struck"
-assert tier.counts["store_done"]
+assert tier.health.counts["store_done"]
 loop.tiering.close()
 """
 

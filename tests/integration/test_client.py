@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,17 @@ import pytest
 import zmq
 import zmq.auth
 
-from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.client import Client
+from lmcache_core.client.link.address import CurveKeys
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.waiting import WAIT_S, until
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import encode
+from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import embedded_server, server_settings
+from lmcache_testing.waiting import WAIT_S, until
 
 from ..conftest import Node
 
@@ -100,18 +107,12 @@ def test_whoever_waits_for_ready_can_store_at_once(node: Node) -> None:
 
 
 def test_what_is_asked_before_the_pool_is_populated_is_warming_and_stored_later(node: Node, tmp_path: Path) -> None:
-    from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.pool.populate import Populator
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
 
     start, waiting = Populator.start, list[Populator]()
-    settings = make_settings(
-        name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Populator, "start", lambda populator: waiting.append(populator))
-        server = Server(settings, load_plugins())
+        server = Server(server_settings(tmp_path))
     with server, server.connect() as client:
         keys, objects = [node.key("a")], [node.payload(1)]
         assert client.store(keys, objects, namespace=node.namespace).statuses == [Status.WARMING]
@@ -222,18 +223,26 @@ wait()
 
 
 def test_identities_that_never_say_hello_are_not_kept_and_nobody_is_locked_out(node: Node, address: str) -> None:
-    context = zmq.Context()
-    for number in range(300):
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 1000)
-            dealer.setsockopt(zmq.IDENTITY, f"ephemeral {number}".encode())
-            dealer.connect(address)
-            dealer.send(b"nonsense")
-    context.term()
     with Client.connect(address=address, maps_pool=False) as client:
+        for first in (0, 100, 200):  # more at once than may be unproven would push each other out, unread
+            context = zmq.Context()
+            for number in range(first, first + 100):
+                with context.socket(zmq.DEALER) as dealer:
+                    dealer.setsockopt(zmq.LINGER, -1)  # the context ends once all have been sent
+                    dealer.setsockopt(zmq.IDENTITY, f"ephemeral {number}".encode())
+                    dealer.connect(address)
+                    dealer.send(b"nonsense")
+            context.term()
+            until(lambda least=first + 100: client.status()["counters"].get("garbage", 0) >= least, "all of them")
         assert client.ping(b"x") == b"x"
-        until(lambda: client.status()["counters"].get("garbage", 0) >= 300, "all of them")
         assert client.status()["l1"]["sessions"] <= 2
+
+
+def memory_of(node: Node) -> int:
+    """Bytes that the server has of its own: the pool is shared memory."""
+    pid = node.client().status()["server"]["pid"]
+    (line,) = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("RssAnon:")]
+    return int(line.split()[1]) << 10
 
 
 def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) -> None:
@@ -256,6 +265,41 @@ def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) 
     misled = CurveKeys.from_files(tmp_path / "elsewhere/other.key", curve / "clients/friend.key_secret")
     with Client.connect(address=address, curve=friend, maps_pool=False) as client:
         assert client.ping(b"x") == b"x"
+    with zmq.Context() as context, ExitStack() as stack:
+
+        def connected(name: bytes) -> zmq.Socket[bytes]:
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.curve_publickey, dealer.curve_secretkey = zmq.auth.load_certificate(
+                curve / "clients/friend.key_secret"
+            )
+            dealer.curve_serverkey = zmq.auth.load_certificate(curve / "server.key")[0]
+            dealer.setsockopt(zmq.ROUTING_ID, name)
+            dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+            dealer.connect(address)
+            return dealer
+
+        hello = m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, bytes(16), "raw", os.getpid(), [])
+        descriptors = Path(f"/proc/{node.client().status()['server']['pid']}/fd")
+        before = len(list(descriptors.iterdir()))
+        with connected(b"one") as leaves:
+            leaves.send(encode(hello))
+            assert leaves.recv()
+        until(lambda: len(list(descriptors.iterdir())) == before, "its descriptor")
+        endless = connected(b"two")  # as a rule with the descriptor of the one that has left
+        endless.send(b"nonsense")
+        until(lambda: node.client().status()["counters"].get("garbage", 0) == 1)
+        back, kept = connected(b"one"), memory_of(node)
+        endless.send_multipart([bytes(60_000)] * 8_000)  # the library keeps all parts until the last has come
+        endless.send(b"nonsense")
+
+        def over() -> bool:
+            back.send(encode(m.Ping(2, b"")))
+            assert back.recv()
+            return node.client().status()["counters"].get("garbage", 0) >= 2  # what followed it
+
+        until(over)
+        assert memory_of(node) - kept < 128 << 20
+    assert node.client().status()["longest_turn"]["ms"] < 100
     for keys in (stranger, misled):
         with Client.connect(address=address, curve=keys, maps_pool=False) as client:
             with pytest.raises(DisconnectedError):
@@ -266,57 +310,38 @@ def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) 
     assert node.client().status()["sessions_connected"] >= 1
 
 
-def test_an_idle_zmq_worker_is_never_reaped(tmp_path: Path, node: Node) -> None:
+def test_an_idle_zmq_worker_is_never_reaped(tmp_path: Path) -> None:
     from lmcache_core.limits import SILENT_SESSION_S
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
 
-    settings = make_settings(
-        name=node.name,
-        runtime_dir=str(node.run),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20},
-        zmq={"ipc": True},
-    )
-    with Server(settings, load_plugins()) as server:
-        address = server.carriers[0].address
+    with embedded_server(tmp_path, zmq={"ipc": True}) as server:
+        address = server.parts.carriers[0].address
         with Client.connect(address=address) as worker, Client.connect(address=address, maps_pool=False) as asker:
             worker.ping()
             asker.ping()
             swept = threading.Event()
 
             def much_later() -> None:
-                server.sessions.drop_silent(server.clock.now + 2 * SILENT_SESSION_S)
+                server.parts.sessions.drop_silent(server.parts.clock.now + 2 * SILENT_SESSION_S)
                 swept.set()
 
-            server.loop.call(much_later)
+            server.parts.loop.call(much_later)
             assert swept.wait(WAIT_S)
-            assert [session.attached for session in server.sessions] == [True]  # the one that only asks is gone
+            assert [session.attached for session in server.parts.sessions] == [True]  # the one that only asks is gone
             worker.ping()
             asker.ping()  # in a session of its own again
-            assert len(list(server.sessions)) == 2
+            assert len(list(server.parts.sessions)) == 2
 
 
 def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path: Path, node: Node) -> None:
     pytest.importorskip("lmcache_fs")
     from lmcache_core.kernel.answers import Reason
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
 
-    settings = make_settings(
-        name=node.name,
-        runtime_dir=str(node.run),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20},
-        l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}},
-    )
+    disk = {"type": "fs", "path": str(tmp_path / "disk")}
     keys = [node.key("a"), node.key("nowhere")]
-    with Server(settings, load_plugins()) as server, server.connect() as client:
+    with embedded_server(tmp_path, l2={"disk": disk}) as server, server.connect() as client:
         until(lambda: client.store(keys[:1], [node.payload(1)], namespace=node.namespace).stored, "the pool")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server.shares.lookups, "total", 0)
+            patch.setattr(server.parts.shares.lookups, "total", 0)
             found = client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S)
         assert found.statuses == [Status.GRANTED, Status.MISS]
         assert (found.hits, found.done, found.reasons[1]) == (1, True, Reason.LATE)
@@ -327,24 +352,15 @@ def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path:
         assert client.status()["l1"]["leases_by_kind"]["promise"] == 0  # the store to the disk may still read
 
 
-def test_one_session_cannot_take_all_the_lookups_that_may_wait(tmp_path: Path, node: Node) -> None:
+def test_one_session_cannot_take_all_the_lookups_that_may_wait(start: Callable[..., Server], node: Node) -> None:
     pytest.importorskip("lmcache_mock")
     from lmcache_core.kernel.answers import Reason
     from lmcache_core.limits import LOOKUPS_PER_SESSION_MAX, LOOKUPS_WAITING_MAX
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
 
     assert LOOKUPS_PER_SESSION_MAX <= LOOKUPS_WAITING_MAX // 2
-    settings = make_settings(
-        name=node.name,
-        runtime_dir=str(node.run),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20},
-        l2={"slow": {"type": "mock", "faults": ["exists hang"], "deadline_s": 600}},
-        drain_s=0.1,
-    )
-    with Server(settings, load_plugins()) as server, server.connect() as greedy, server.connect() as modest:
+    slow = {"type": "mock", "faults": ["exists hang"], "deadline_s": 600}
+    server = start(l2={"slow": slow}, drain_s=0.1)
+    with server.connect() as greedy, server.connect() as modest:
         ask = lambda client, name: client.lookup_nowait([node.key(name)], namespace=node.namespace, wait_s=WAIT_S)  # noqa: E731
         waiting = [ask(greedy, number) for number in range(LOOKUPS_PER_SESSION_MAX)]
         refused = ask(greedy, "one more").wait(WAIT_S)
@@ -352,7 +368,7 @@ def test_one_session_cannot_take_all_the_lookups_that_may_wait(tmp_path: Path, n
         other = ask(modest, "mine")
         until(
             # A handle gets on when it is looked at: this is the client's first call, and nobody waits for its link.
-            lambda: not other.done and server.lookups.under_way == LOOKUPS_PER_SESSION_MAX + 1,
+            lambda: not other.done and server.parts.lookups.under_way == LOOKUPS_PER_SESSION_MAX + 1,
             "the other session's lookup",
         )
         assert not other.done
@@ -362,22 +378,15 @@ def test_one_session_cannot_take_all_the_lookups_that_may_wait(tmp_path: Path, n
         assert not again.done, "what was given up makes room"
         for handle in (*waiting, other, again):
             handle.cancel()
-        until(lambda: not server.lookups.under_way, "their end")
+        until(lambda: not server.parts.lookups.under_way, "their end")
 
 
-def test_an_eviction_policy_that_fails_costs_stores_and_no_lookups(tmp_path: Path, node: Node) -> None:
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
-
-    settings = make_settings(
-        name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
-    )
-    with Server(settings, load_plugins()) as server, server.connect() as client:
-        assert server.populator.wait(WAIT_S)
+def test_an_eviction_policy_that_fails_costs_stores_and_no_lookups(start: Callable[..., Server], node: Node) -> None:
+    server = start(l1={"size_bytes": 16 << 20})
+    with server.connect() as client:
         keys = [node.key(number) for number in range(400)]
         payloads = [node.payload(number) for number in range(400)]
-        policy: Any = server.kernel.residents.policy
+        policy: Any = server.parts.kernel.residents.policy
 
         def broken(nbytes: int) -> list[Any]:
             raise RuntimeError("the policy's own fault")

@@ -12,21 +12,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.link.channel import Pending
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Grant
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
+from lmcache_core.tiers.contract import L2Adapter
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 pytest.importorskip("lmcache_mock")
 
@@ -51,7 +52,7 @@ class World:
         self.client = client
 
     @property
-    def adapter(self) -> Any:
+    def adapter(self) -> L2Adapter:
         assert self.server.tiering is not None
         (only,) = self.server.tiering.tiers
         return only.adapter
@@ -66,8 +67,8 @@ class World:
         keys = [key(number) for number in range(first, first + count)]
         return self.client.lookup(keys, namespace=NAMESPACE, prefix=False, tiers=[]).hits
 
-    def stores(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.client.status()["tiers"]["stores"]
+    def stores(self) -> Json:
+        told: Json = self.client.status()["tiers"]["stores"]
         return told
 
     def quiet(self) -> bool:
@@ -83,24 +84,13 @@ class World:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
+def start(start: Callable[..., Server]) -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
 
         def make(**settings: Any) -> World:
             settings.setdefault("l2", {"bad": {"type": "mock", "deadline_s": 60.0}})
-            registry = load_plugins()
-            made = make_settings(
-                registry=registry,
-                name=f"t{uuid4().hex[:10]}",
-                l1={"size_bytes": SLOTS * NBYTES, "backing": "memfd", "watermark": 1.0},
-                runtime_dir=str(tmp_path / "run"),
-                state_dir=str(tmp_path / "state"),
-                drain_s=0.2,
-                **settings,
-            )
-            server = Server(made, registry)
-            assert server.populator.wait(60)
-            stack.enter_context(server)
+            l1 = {"size_bytes": SLOTS * NBYTES, "backing": "memfd", "watermark": 1.0}
+            server = start(l1=l1, drain_s=0.2, **settings)
             return World(server, stack.enter_context(server.connect()))
 
         yield make
@@ -189,10 +179,10 @@ def test_the_layout_of_a_store_that_waits_for_tiers_is_forgotten_by_nobody(start
         writer = threading.Thread(target=lambda: answers.append(other.store(keys, payloads, namespace=own).statuses))
         writer.start()
         until(lambda: waiting(at) == 1, "the store to wait")
-        at.server.shares.layouts.total = 16
+        at.server.parts.shares.layouts.total = 16
         for nbytes in range(1, 32):  # so many that the session forgets its older ones
             other.lookup(keys[:1], namespace=Namespace("another", Layout("uint8", (nbytes,))))
-        assert at.server.l1.counters["layouts_forgotten"] > 0
+        assert at.server.parts.l1.counters["layouts_forgotten"] > 0
         at.goes_on()
         writer.join(60)
         assert answers == [[Status.STORED] * 20]
@@ -264,7 +254,7 @@ def test_the_store_of_a_client_that_goes_is_withdrawn(start: Callable[..., World
     at = start(dirty="wait", store_wait_s=5.0)
     at.hangs()
     at.store(0, SLOTS - 5)
-    other = subprocess.Popen([sys.executable, "-c", WRITER, at.server.settings.name, str(tmp_path / "run")])
+    other = subprocess.Popen([sys.executable, "-c", WRITER, at.server.parts.settings.name, str(tmp_path / "run")])
     until(lambda: waiting(at) == 1, "the store to wait")
     assert at.client.status()["l1"]["objects_by_state"]["writing"] == 5
     other.kill()
@@ -281,19 +271,19 @@ def test_the_store_of_a_client_that_goes_is_withdrawn(start: Callable[..., World
 
 def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
     """What a call gives on the loop's own thread."""
-    answers: SimpleQueue[Any] = SimpleQueue()
-    server.loop.call(lambda: answers.put(ask()))
+    answers: SimpleQueue[object] = SimpleQueue()
+    server.parts.loop.call(lambda: answers.put(ask()))
     return answers.get(timeout=60)
 
 
-def prepare_now(at: World, client: Client, first: int, count: int, lease: int = 0) -> Any:
+def prepare_now(at: World, client: Client, first: int, count: int, lease: int = 0) -> Pending:
     """Ask for slots as a foreign client may."""
     client.register_layout(NAMESPACE)
     keys = join_keys([key(number) for number in range(first, first + count)])
-    return client.links.current().channel.start(lambda rid: m.PrepareStore(rid, NAMESPACE.id, keys, lease))
+    return client.links.current().channel.start(m.PrepareStore(0, NAMESPACE.id, keys, lease))
 
 
-def prepare(at: World, client: Client, first: int, count: int, lease: int = 0) -> Any:
+def prepare(at: World, client: Client, first: int, count: int, lease: int = 0) -> object:
     """The same, and wait until the server holds the answer back."""
     held_back = prepare_now(at, client, first, count, lease)
     until(lambda: waiting(at) == 1, "the store to wait")
@@ -309,13 +299,13 @@ def test_an_end_of_a_session_ends_what_its_waiting_stores_were_granted_after_the
     with at.server.connect() as other:
         held_back = prepare(at, other, SLOTS, 20)
         channel = other.links.current().channel
-        channel.call(lambda rid: m.EndSession(rid, leases=None))
+        channel.call(m.EndSession(0, leases=None))
         # It was answered before the end, which settled it: what comes later would name slots that are others' by now.
         granted = channel.poll(held_back)
         assert isinstance(granted, m.Granted)
         assert granted.statuses.count(Grant.GRANTED) == 5
         assert waiting(at) == 0
-        state = channel.call(lambda rid: m.LeaseStatusOf(rid, granted.lease))
+        state = channel.call(m.LeaseStatusOf(0, granted.lease))
         assert isinstance(state, m.LeaseState)
         assert state.state == "settled"
     at.goes_on()
@@ -333,18 +323,18 @@ def test_a_waiting_page_is_withdrawn_when_its_client_is_back_before_its_connecti
         prepare(at, before, SLOTS + 5, 10, granted.lease)
 
         def same_client() -> m.Attach:  # as over ZMQ, or where a fork has the socket: no end of file comes first
-            old, new = list(at.server.sessions)[-2:]
+            old, new = list(at.server.parts.sessions)[-2:]
             new.client_id = old.client_id
             return m.Attach(0, new.row, new.nonce, [granted.lease])
 
         channel = back.links.current().channel
         attach = on_loop(at.server, same_client)
-        attached = channel.call(lambda rid: m.Attach(rid, attach.row, attach.nonce, attach.held))
+        attached = channel.call(m.Attach(0, attach.row, attach.nonce, attach.held))
         assert isinstance(attached, m.Attached)
         assert attached.held == [granted.lease]
         # Nobody was told of the second page, so nobody would settle it: its keys were busy for as long as the lease.
         assert at.client.status()["l1"]["objects_by_state"]["writing"] == 5
-        state = channel.call(lambda rid: m.LeaseStatusOf(rid, granted.lease))
+        state = channel.call(m.LeaseStatusOf(0, granted.lease))
         assert isinstance(state, m.LeaseState)
         assert state.open_positions == 5
         assert waiting(at) == 0

@@ -7,15 +7,15 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -40,18 +40,18 @@ def file_bytes(path: Path) -> int:
         return 0
 
 
-def stored_objects(client: Any) -> int:
+def stored_objects(client: Client) -> int:
     return int(client.status()["tiers"]["tiers"][0]["objects"])
 
 
-def fill(node: Node, client: Any, first: int = 0, count: int = KEYS) -> list[bytes]:
+def fill(node: Node, client: Client, first: int = 0, count: int = KEYS) -> list[bytes]:
     keys = [node.key(i) for i in range(first, first + count)]
     sources = [node.payload(i) for i in range(first, first + count)]
     assert client.store(keys, sources, namespace=node.namespace).stored == count
     return keys
 
 
-def read_back(node: Node, client: Any, keys: list[bytes], wait_s: float = 30.0) -> int:
+def read_back(node: Node, client: Client, keys: list[bytes], wait_s: float = 30.0) -> int:
     """Look up, wait for the loads, retrieve; the hits, with every byte checked."""
     found = client.lookup(keys, namespace=node.namespace, hold=True, wait_s=wait_s)
     into = [bytearray(65536) for _ in keys]

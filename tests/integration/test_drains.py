@@ -6,19 +6,17 @@ import threading
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S
+from lmcache_core.tiers.contract import StoreItem
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import WAIT_S
 
 DRAIN_S = 600.0
 SPACE = Namespace("model", Layout("uint8", (4096,)))
@@ -61,17 +59,9 @@ class Worker(threading.Thread):
 
 
 def server_over(disk: Path, tmp_path: Path) -> Server:
-    settings = make_settings(
-        load_plugins(),
-        name=f"t{uuid4().hex[:10]}",
-        runtime_dir=str(tmp_path / "run"),
-        state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 16 << 20},
-        l2={"disk": {"type": "fs", "path": str(disk)}},
-        drain_s=DRAIN_S,
-    )
-    server = Server(settings, load_plugins())
-    assert server.populator.wait(WAIT_S)
+    l2 = {"disk": {"type": "fs", "path": str(disk)}}
+    server = Server(server_settings(tmp_path, l1={"size_bytes": 16 << 20}, l2=l2, drain_s=DRAIN_S))
+    assert server.parts.populator.wait(WAIT_S)
     return server
 
 
@@ -82,7 +72,7 @@ def test_a_drain_under_traffic_ends_when_the_tiers_have_everything(
 
     may_store, store = threading.Event(), FsAdapter.store
 
-    def held_up(self: FsAdapter, items: Sequence[Any], deadline: float) -> Any:
+    def held_up(self: FsAdapter, items: Sequence[StoreItem], deadline: float) -> object:
         assert may_store.wait(WAIT_S)
         return store(self, items, deadline)
 
@@ -107,7 +97,7 @@ def test_a_drain_under_traffic_ends_when_the_tiers_have_everything(
             worker.join(WAIT_S)
             assert not worker.is_alive()
     assert server.drain_until_s is not None
-    assert server.clock.now < server.drain_until_s - DRAIN_S / 2
+    assert server.parts.clock.now < server.drain_until_s - DRAIN_S / 2
 
     for worker in workers:
         assert worker.statuses[-1] is Status.UNREACHABLE, "it stored until the end"

@@ -4,51 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.errors import SettingsError
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 pytest.importorskip("lmcache_fs")
+pytest.importorskip("lmcache_mock")
 
 SPACE = Namespace("drill", Layout("uint8", (4096,)))
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Client]]:
-    made: list[Any] = []
+def serve(start: Callable[..., Server], tmp_path: Path) -> Iterator[Callable[..., Client]]:
+    with ExitStack() as stack:
 
-    def start(*wrap: str) -> Client:
-        registry = load_plugins()
-        disk = {"type": "fs", "path": str(tmp_path / "disk"), "wrap": list(wrap)}
-        settings = make_settings(
-            registry, name=f"d{uuid4().hex[:10]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-            l1={"size_bytes": 1 << 20, "backing": "memfd"}, l2={"disk": disk},
-        )  # fmt: skip
-        server = Server(settings, registry)
-        assert server.populator.wait(60)
-        server.start()
-        made.extend([server, server.connect()])
-        return made[-1]
+        def serve(*wrap: str) -> Client:
+            disk = {"type": "fs", "path": str(tmp_path / "disk"), "wrap": list(wrap)}
+            server = start(l1={"size_bytes": 1 << 20, "backing": "memfd"}, l2={"disk": disk})
+            return stack.enter_context(server.connect())
 
-    yield start
-    for each in reversed(made):
-        (each.stop if isinstance(each, Server) else each.close)()
+        yield serve
 
 
-def tier(client: Client) -> dict[str, Any]:
-    told: dict[str, Any] = client.status()["tiers"]["tiers"][0]
+def tier(client: Client) -> Json:
+    told: Json = client.status()["tiers"]["tiers"][0]
     return told
 
 
@@ -67,7 +56,7 @@ def test_faults_and_latency_come_from_a_tiers_settings(serve: Callable[..., Clie
 
 
 def test_a_recorded_tier_says_what_it_was_asked(serve: Callable[..., Client], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lmcache_core.tiers.drills")
+    caplog.set_level(logging.INFO, "lmcache_mock.drills")
     client = serve("record")
     assert "wrapped for a drill: record" in caplog.text
     client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE)

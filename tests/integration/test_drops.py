@@ -13,7 +13,7 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.native import native
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 

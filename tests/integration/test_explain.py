@@ -19,22 +19,20 @@ from uuid import uuid4
 import pytest
 
 from lmcache_core.cli.main import main
-from lmcache_core.client import explaining, stored
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
+from lmcache_core.client.why import explaining, stored
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.limits import EXPLAINS_PER_SESSION_MAX
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
-from lmcache_core.server import stored_waits
-from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
+from lmcache_core.server.waiting import wait_stored as stored_waits
 from lmcache_core.tiers.flow import whereabouts
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json, embedded_server
+from lmcache_testing.waiting import until
 
 pytest.importorskip("lmcache_mock")
 
@@ -53,18 +51,11 @@ def key(name: object) -> bytes:
 class World:
     """A server in this process, a client of it, and a way to ask from another process."""
 
-    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
-        registry = load_plugins()
+    def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
         self.run = folder / "run"
-        self.name = f"t{uuid4().hex[:10]}"
         self.stack = stack
-        settings = {"l1": NO_HEADROOM, "drain_s": 0.2, **settings}
-        made = make_settings(
-            registry=registry, name=self.name, runtime_dir=str(self.run), state_dir=str(folder / "state"), **settings
-        )
-        self.server = Server(made, registry)
-        assert self.server.populator.wait(60)
-        stack.enter_context(self.server)
+        self.server = stack.enter_context(embedded_server(folder, **{"l1": NO_HEADROOM, "drain_s": 0.2, **settings}))
+        self.name = self.server.parts.settings.name
         self.client = self.another()
         self.client.register_layout(NS)
 
@@ -86,8 +77,8 @@ class World:
         adapter: Any = first.adapter
         adapter.set_faults(*rules)
 
-    def tier(self) -> dict[str, Any]:
-        tier: dict[str, Any] = self.client.status()["tiers"]["tiers"][0]
+    def tier(self) -> Json:
+        tier: Json = self.client.status()["tiers"]["tiers"][0]
         return tier
 
     def holds(self, objects: int) -> None:
@@ -98,8 +89,8 @@ class World:
         argv += ["--runtime-dir", str(self.run), "--dtype", "uint8", "--shape", str(NBYTES), *arguments]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
-    def ask(self, name: object) -> dict[str, Any]:
-        """What another process is told about one key."""
+    def ask(self, name: object) -> Json:
+        """The answer that another process gets about one key."""
         done = self.command("--model", "model", "--json", key(name).hex())
         assert done.returncode == 0, done.stderr
         (told,) = json.loads(done.stdout)
@@ -189,12 +180,12 @@ def other_layout(at: World) -> None:
     server, stored = at.server, threading.Event()
 
     def store() -> None:
-        layout_id, now = server.l1.layout_id(wide, frozenset), server.clock.now
-        granted = server.kernel.prepare_store(SERVER_SESSION, NS.id, layout_id, [key("k")], now)
-        server.kernel.commit_store(SERVER_SESSION, granted.lease_id, now)
+        layout_id, now = server.parts.l1.layout_id(wide, frozenset), server.parts.clock.now
+        granted = server.parts.kernel.prepare_store(SERVER_SESSION, NS.id, layout_id, [key("k")], now)
+        server.parts.kernel.commit_store(SERVER_SESSION, granted.lease_id, now)
         stored.set()
 
-    server.loop.call(store)
+    server.parts.loop.call(store)
     assert stored.wait(60)
 
 
@@ -233,7 +224,7 @@ def damaged(at: World) -> None:
     at.client.clear(NS)
     at.faults("load flipped_bits")
     assert at.client.lookup([key("k")], namespace=NS, wait_s=10.0).hits == 0
-    until(lambda: not at.tier()["objects"], "its removal")
+    assert at.tier()["damage"]["suspect"] == 1
 
 
 def evicted_from_tier(at: World) -> None:
@@ -289,7 +280,7 @@ def test_every_miss_has_its_reason(
     lose: Callable[[World], None],
     reason: str,
     words: str,
-    settings: dict[str, Any],
+    settings: dict[str, object],
 ) -> None:
     monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 4 if lose is throttled else 1 << 18)
     monkeypatch.setattr("lmcache_core.tiers.flow.whereabouts.TIER_LOOKUP_S", 0.3 if lose is tier_hangs else 5.0)
@@ -324,6 +315,29 @@ def test_a_hit_says_all_the_places_that_have_it(make: Callable[..., World]) -> N
     assert [word["found"] for word in told["tiers"]] == [None, True]
 
 
+def test_an_unknown_namespace_is_called_so_and_those_that_are_known_are_listed(make: Callable[..., World]) -> None:
+    at = make()
+    labelled = Namespace("other", Layout("float16", (2, 64)), label="llama-3-8b/bf16")
+    at.client.register_layout(labelled)
+    at.store("k")
+    wrong = at.command("--model", "modle", key("k").hex())
+    assert wrong.returncode == 0
+    assert "nobody else uses this namespace, and the pool has nothing of it" in wrong.stdout
+    *_, title, columns, _, one, other = wrong.stdout.splitlines()
+    assert title.startswith("nobody else uses this namespace: compare")
+    assert columns.split() == ["known", "namespace", "layout", "sessions", "id"]
+    assert sorted(line.split() for line in (one, other)) == [
+        ["llama-3-8b/bf16", "float16[2×64]", "1", f"{labelled.id:016x}"],
+        ["model", f"uint8[{NBYTES}]", "1", f"{NS.id:016x}"],
+    ]
+    assert "known" not in at.command("--model", "model", key("not here").hex()).stdout
+    told = json.loads(at.command("--namespace", "5d1c", "--json", key("k").hex()).stdout)
+    assert [each["namespace_known"] for each in told] == [False]
+    assert [
+        each["namespace_known"] for each in json.loads(at.command("--model", "model", "--json", key("k").hex()).stdout)
+    ] == [True]
+
+
 def test_explaining_changes_nothing(make: Callable[..., World]) -> None:
     at = make()
     keys = [at.store(number)[0] for number in range(SLOTS)]
@@ -345,7 +359,7 @@ def test_only_namespaces_that_the_session_has_registered_are_explained(make: Cal
     stranger = at.another(maps_pool=False)
     stranger.register_layout(Namespace("another model", NS.layout))
     with pytest.raises(UsageError, match=r"not registered in this session.*register_layout"):
-        stranger.links.current().channel.call(lambda rid: m.Explain(rid, NS.id, key("k")))
+        stranger.links.current().channel.call(m.Explain(0, NS.id, key("k")))
 
 
 def test_a_new_client_that_can_say_the_namespace_needs_no_other_call_before_it_asks(make: Callable[..., World]) -> None:
@@ -384,7 +398,7 @@ def test_explanations_that_wait_for_tiers_are_bounded_for_each_session(make: Cal
     at = make(l2=TIER)
     at.faults("exists hang")
     link = at.client.links.current()
-    ask = lambda rid: m.Explain(rid, NS.id, key("k"))  # noqa: E731
+    ask = m.Explain(0, NS.id, key("k"))
     waiting = [link.channel.start(ask) for _ in range(EXPLAINS_PER_SESSION_MAX)]
     with pytest.raises(LimitError, match=f"{EXPLAINS_PER_SESSION_MAX} explanations of this session"):
         link.channel.call(ask)
@@ -398,7 +412,7 @@ def test_explanations_that_wait_for_tiers_are_bounded_for_each_session(make: Cal
     assert at.client.explain([key("k")], namespace=NS)
 
 
-def interrupted(call: Callable[[], Any], waits: Callable[[], bool]) -> None:
+def interrupted(call: Callable[[], object], waits: Callable[[], bool]) -> None:
     """Make a call and interrupt it, as Ctrl-C does, once the server waits for others."""
     main_thread = threading.get_ident()
 
@@ -434,7 +448,7 @@ def test_an_interrupted_explanation_gives_its_place_back_at_once(
 ) -> None:
     at = make(l2=TIER)
     at.faults("exists hang")
-    share = at.server.shares.explains
+    share = at.server.parts.shares.explains
     for _ in range(EXPLAINS_PER_SESSION_MAX + 1):
         interrupted(lambda: at.client.explain([key("k")], namespace=NS), lambda: share.taken > 0)
         until(lambda: share.taken == 0, "the place")
@@ -448,7 +462,7 @@ def test_an_interrupted_wait_for_stores_gives_its_place_back_at_once(
     at = make(l2={"cold": {"type": "mock", "deadline_s": 600}})
     at.faults("store hang")
     keys = at.store("k")
-    share = at.server.shares.stored_waits
+    share = at.server.parts.shares.stored_waits
     for _ in range(2):
         interrupted(lambda: at.client.wait_stored(keys, namespace=NS, timeout_s=600), lambda: share.taken > 0)
         until(lambda: share.taken == 0, "the place")
@@ -459,13 +473,13 @@ def test_the_places_of_a_session_that_ends_are_free_at_once(make: Callable[..., 
     at = make(l2={"cold": {"type": "mock", "deadline_s": 600}})
     at.faults("exists hang", "store hang")
     keys = at.store("k")
-    shares = (at.server.shares.explains, at.server.shares.stored_waits)
+    shares = (at.server.parts.shares.explains, at.server.parts.shares.stored_waits)
     going = at.another()
     going.register_layout(NS)
     channel = going.links.current().channel
     kept = [
-        channel.start(lambda rid: m.Explain(rid, NS.id, keys[0])),
-        channel.start(lambda rid: m.WaitStored(rid, NS.id, keys[0], 600.0)),
+        channel.start(m.Explain(0, NS.id, keys[0])),
+        channel.start(m.WaitStored(0, NS.id, keys[0], 600.0)),
     ]
     until(lambda: [share.taken for share in shares] == [1, 1], "both to wait")
     going.close()
@@ -522,3 +536,29 @@ def test_without_a_server_the_command_says_so(capsys: pytest.CaptureFixture[str]
     arguments = ["--dtype", "uint8", "--shape", "8", "--model", "m", "ab" * 32]
     assert main(["explain", "--name", f"t{uuid4().hex[:10]}", "--runtime-dir", str(tmp_path), *arguments]) == 2
     assert capsys.readouterr().err.startswith("lmcache-core: ")
+
+
+def test_tokens_are_explained_in_chunks_of_the_clients_own_length(make: Callable[..., World]) -> None:
+    """As an engine stores them with blocks of 16, beside a server that is set to 256."""
+    world, prompt = make(), list(range(64))
+    keys = chunk_keys(prompt, NS, 16)
+    world.client.store(keys, [bytes(NBYTES)] * 4, namespace=NS)
+    assert world.client.explain(tokens=prompt, namespace=NS) == []  # less than one chunk of the server's
+    assert [each.hit for each in world.client.explain(tokens=prompt, namespace=NS, chunk_tokens=16)] == [True] * 4
+    with Client.connect(world.name, runtime_dir=world.run, chunk_tokens=16) as declared:
+        assert [each.key for each in declared.explain(tokens=prompt, namespace=NS)] == keys
+    command = ["explain", "--model", NS.model, "--dtype", "uint8", "--shape", "65536", "--name", world.name]
+    command += ["--runtime-dir", str(world.run), "--tokens", ",".join(map(str, prompt)), "--json"]
+    told = subprocess.run(
+        [sys.executable, "-m", "lmcache_core.cli.main", *command, "--chunk-tokens", "16"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [each["key"] for each in json.loads(told.stdout)] == [each.hex() for each in keys]
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -1, (1 << 20) + 1])
+def test_a_chunk_length_that_cannot_be_is_refused(chunk_tokens: int) -> None:
+    with pytest.raises(UsageError, match="chunk_tokens"):
+        Client.connect("a", chunk_tokens=chunk_tokens)

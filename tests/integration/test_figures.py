@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import pytest
 
 from lmcache_core.native import native
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tally import Tally
-from lmcache_core.testing.waiting import WAIT_S, until
+from lmcache_core.server.server import Server
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import WAIT_S, until
 
 from ..conftest import Node
 
@@ -29,10 +30,10 @@ for _ in range(8):
 """
 
 
-def figures(server: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
+def figures(server: Server) -> tuple[Json, Json, int]:
     with server.client(maps_pool=False) as client:
         traffic = client.status()["traffic"]
-    return traffic["lookups"], traffic["retrieves"], traffic["doubted_tallies"]
+    return traffic["lookups"], traffic["retrieves"], traffic["implausible_counts"]
 
 
 @pytest.mark.parametrize("by_index", [pytest.param(True, marks=needs_index), False])

@@ -36,29 +36,40 @@ written = writing.view(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("bytes(seen[:3])", "b'aaa'"),
-        ("bytes(part)", "b'aaaaaaaaaa'"),
-        ("int(tensor.sum()) == 65536 * ord('a')", "True"),
-        ("written[0]", "ValueError: operation forbidden on released memoryview object"),
-        ("reading.view(0)", "it belongs to the parent of this forked process"),
-        ("writing.view(0)", "it belongs to the parent of this forked process"),
-        ("writing.commit()", "it belongs to the parent of this forked process"),
-        ("reading.renew()", "it belongs to the parent of this forked process"),
-        ("client.retrieve([key('a')], [bytearray(65536)], namespace=ns).hits", "1"),
-    ],
-)
-def test_what_a_forked_child_inherits_stays_readable_or_says_whose_it_is(node: Node, code: str, words: str) -> None:
-    pytest.importorskip("torch")
+# What a forked child does with what it inherits, and what it says then.
+INHERITED = [
+    ("bytes(seen[:3])", "b'aaa'"),
+    ("bytes(part)", "b'aaaaaaaaaa'"),
+    ("written[0]", "ValueError: operation forbidden on released memoryview object"),
+    ("reading.view(0)", "it belongs to the parent of this forked process"),
+    ("writing.view(0)", "it belongs to the parent of this forked process"),
+    ("writing.commit()", "it belongs to the parent of this forked process"),
+    ("reading.renew()", "it belongs to the parent of this forked process"),
+    ("client.retrieve([key('a')], [bytearray(65536)], namespace=ns).hits", "1"),
+]
+
+
+def in_children(node: Node, before: str, inherited: list[tuple[str, str]]) -> None:
+    """Each code runs in a forked child of one worker, which then goes on as if nothing had been."""
     node.serve()
-    again = "\nwritten[:] = b'b' * 65536\nsay(*writing.commit())\nsay(bytes(seen[:3]))\nwait()"
-    worker = node.worker(f"{IN_A_CHILD}{VIEWS}tensor = reading.tensor(0)\nin_a_child(lambda: {code}){again}")
-    assert words in worker.line()
-    worker.expect("exit 0")
-    worker.expect("stored")  # the parent goes on as if nothing had been
+    children = "".join(f"in_a_child(lambda: {code})\n" for code, _ in inherited)
+    again = "written[:] = b'b' * 65536\nsay(*writing.commit())\nsay(bytes(seen[:3]))\nwait()"
+    worker = node.worker(f"{IN_A_CHILD}{VIEWS}{before}{children}{again}")
+    for code, words in inherited:
+        said = worker.line()
+        assert words in said, (code, said)
+        worker.expect("exit 0")
+    worker.expect("stored")
     worker.expect("b'aaa'")
+
+
+def test_what_a_forked_child_inherits_stays_readable_or_says_whose_it_is(node: Node) -> None:
+    in_children(node, "", INHERITED)
+
+
+def test_a_tensor_that_a_forked_child_inherits_stays_readable(node: Node) -> None:
+    pytest.importorskip("torch")
+    in_children(node, "tensor = reading.tensor(0)\n", [("int(tensor.sum()) == 65536 * ord('a')", "True")])
 
 
 def test_what_a_forked_child_writes_reaches_nobody(node: Node) -> None:

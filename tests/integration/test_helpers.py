@@ -8,13 +8,13 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S, until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import WAIT_S, until
 
 from ..conftest import Node
 
@@ -23,7 +23,7 @@ def python(code: str) -> str:
     return shlex.join([sys.executable, "-c", code])
 
 
-def notes(path: Path) -> list[Any]:
+def notes(path: Path) -> list[Json]:
     """What helpers wrote down: a line of JSON each."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -6,29 +6,29 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 import xxhash
 
+from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.native import native
-from lmcache_core.testing.waiting import until
+from lmcache_testing.waiting import until
 
 from ..conftest import MovedClock, Node
 
 pytestmark = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
 
 
-def fill(node: Node, client: Any, count: int = 4) -> list[bytes]:
+def fill(node: Node, client: Client, count: int = 4) -> list[bytes]:
     keys = [node.key(number) for number in range(count)]
     result = client.store(keys, [node.payload(number) for number in range(count)], namespace=node.namespace)
     assert result.stored == count
     return keys
 
 
-def read(node: Node, client: Any, keys: list[bytes], **options: Any) -> list[int]:
+def read(node: Node, client: Client, keys: list[bytes], **options: object) -> list[int]:
     """The first byte of each, after a look at all of them."""
     into = [bytearray(node.namespace.layout.nbytes) for _ in keys]
     assert client.retrieve(keys, into, namespace=node.namespace, **options).hits == len(keys)
@@ -180,7 +180,9 @@ def test_until_it_notices_a_client_reads_what_the_dead_server_had_and_nothing_in
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of incarnations that have ended, whole: no successor writes to a pool that it cannot find."""
-    monkeypatch.setattr("lmcache_core.client.links.LINK_LOOK_S", 3600.0)  # it does not look at its connection
+    monkeypatch.setattr(
+        "lmcache_core.client.link.reconnecting.LINK_LOOK_S", 3600.0
+    )  # it does not look at its connection
     server, clock = node.serve("--l1.backing", "memfd"), MovedClock()
     client = node.client(clock=clock)
     keys = fill(node, client)
@@ -260,7 +262,7 @@ if pid == 0:
     say(client.lookup(keys, namespace=ns).hits, client.retrieve(keys, into, namespace=ns).hits)
     stands_at_s.append(time.monotonic())  # nor does it look at the connection
     client.noop()
-    from lmcache_core.client import channel
+    from lmcache_core.client.link import channel
     channel.encode_request = None  # whoever asks now fails
     say(client.retrieve(keys, into, namespace=ns).hits)
     os._exit(0)
@@ -331,7 +333,7 @@ wait()
 TIER = ["--l2.cold.type", "mock"]
 
 
-def in_tier(client: Any, count: int) -> None:
+def in_tier(client: Client, count: int) -> None:
     until(lambda: client.status()["tiers"]["tiers"][0]["objects"] >= count, f"{count} objects in the tier")
 
 

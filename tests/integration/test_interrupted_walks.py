@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_core.testing.waiting import until
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -91,7 +91,7 @@ def begin(node: Node, gate: Path | None, at: int, *words: str) -> subprocess.Pop
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
 
-def interrupted_at_the_gate(node: Node, gate: Path, at: int, number: int, *words: str) -> tuple[int, dict[str, Any]]:
+def interrupted_at_the_gate(node: Node, gate: Path, at: int, number: int, *words: str) -> tuple[int, dict[str, object]]:
     """The exit status and the figures of a command that gets a signal while its load stands at the gate."""
     process = begin(node, gate, at, *words)
     try:
@@ -106,7 +106,7 @@ def interrupted_at_the_gate(node: Node, gate: Path, at: int, number: int, *words
     return process.returncode, json.loads(out)
 
 
-def whole_run(node: Node, *words: str) -> tuple[int, dict[str, Any]]:
+def whole_run(node: Node, *words: str) -> tuple[int, Json]:
     out, err = (process := begin(node, None, 0, *words)).communicate(timeout=60)
     assert out, err
     return process.returncode, json.loads(out)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from lmcache_core.client import link as client_link
+from lmcache_core.client.client import Client
+from lmcache_core.client.link import link as client_link
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import NAMESPACES_PER_SESSION_MAX
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server import namespaces as server_namespaces
-from lmcache_core.server.session import Session
-from lmcache_core.testing.waiting import until
+from lmcache_core.server.peers.session import Session
+from lmcache_core.server.pool import namespaces as server_namespaces
+from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -31,7 +34,7 @@ def payload(number: int) -> bytes:
     return number.to_bytes(8, "big") * 8
 
 
-def read(node: Node, client: Any, number: int) -> Status:
+def read(node: Node, client: Client, number: int) -> Status:
     into = bytearray(SMALL.nbytes)
     status = client.retrieve([node.key(number)], [into], namespace=space(number)).statuses[0]
     if status is Status.HIT:
@@ -56,48 +59,34 @@ def test_ten_thousand_namespaces_in_one_session_store_and_find_their_objects(nod
     assert client.status()["l1"]["objects_by_state"]["ready"] == MANY
 
 
-def test_memory_for_namespaces_is_bounded_on_both_sides(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
-
+def test_memory_for_namespaces_is_bounded_on_both_sides(
+    node: Node, start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (client_link, server_namespaces):
         monkeypatch.setattr(module, "NAMESPACES_PER_SESSION_MAX", 16)
     monkeypatch.setattr(client_link, "NAMESPACES_KNOWN_MAX", 64)
-    settings = make_settings(
-        name=node.name, runtime_dir=str(node.run), state_dir=str(node.run.parent / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server, server.connect() as client:
-        assert server.populator.wait(60)
+    server = start(l1={"size_bytes": 4 << 20}, drain_s=0.1)
+    with server.connect() as client:
         for number in range(200):
             client.store([node.key(number)], [payload(number)], namespace=space(number))
         link = client.links.current()
         assert len(link.bound) == 16
         assert len(link.known) == len(link.registered) == 64
-        (session,) = server.sessions
+        (session,) = server.parts.sessions
         assert len(session.namespaces) == 16
-        assert len(server.namespaces.in_use) == 16
-        assert len(server.kernel.residents.table.namespaces) == 200, "those that have an object"
+        assert len(server.parts.namespaces.in_use) == 16
+        assert len(server.parts.kernel.residents.table.namespaces) == 200, "those that have an object"
         for number in range(200):
             client.clear(space(number))
-        until(lambda: not server.kernel.residents.table.namespaces, "the clears")
+        until(lambda: not server.parts.kernel.residents.table.namespaces, "the clears")
 
 
 def test_a_namespace_that_the_server_has_forgotten_is_registered_again_wherever_it_is_used(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
-
     monkeypatch.setattr(server_namespaces, "NAMESPACES_PER_SESSION_MAX", 1)  # the client believes in 1,024
-    settings = make_settings(
-        name=node.name, runtime_dir=str(node.run), state_dir=str(node.run.parent / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
-    )  # fmt: skip
-    with Server(settings, load_plugins()) as server, server.connect(use_index=False) as client:
-        assert server.populator.wait(60)
+    server = start(l1={"size_bytes": 4 << 20}, drain_s=0.1)
+    with server.connect(use_index=False) as client:
         for number in (1, 2):
             assert client.register_layout(space(number))
         key = [node.key(1)]
@@ -105,7 +94,7 @@ def test_a_namespace_that_the_server_has_forgotten_is_registered_again_wherever_
         def elsewhere() -> None:
             """What drives namespace 1 out."""
             client.lookup([node.key(2)], namespace=space(2))
-            (session,) = server.sessions
+            (session,) = server.parts.sessions
             assert list(session.namespaces) == [space(2).id]
 
         elsewhere()
@@ -143,12 +132,12 @@ def test_a_layout_keeps_its_id_across_a_restart_and_a_namespace_with_objects_its
     client.store([node.key("f")], [bytes(128)], namespace=filler)  # so that the ids are not simply the first
     for number in range(8):
         assert client.store([node.key(number)], [payload(number)], namespace=space(number)).stored == 1
-    before = client.links.current().layout_of(space(0))
+    before = client.links.current().known[space(0).id].layout_id
     server.kill()
     node.serve()
     fresh = node.client()
     assert fresh.register_layout(space(0))
-    assert fresh.links.current().layout_of(space(0)) == before
+    assert fresh.links.current().known[space(0).id].layout_id == before
     for number in range(8):
         assert read(node, fresh, number) is Status.HIT
     until(lambda: not fresh.status()["pool"]["adopted"]["pending"], "the adoption")
@@ -158,35 +147,29 @@ def test_a_layout_keeps_its_id_across_a_restart_and_a_namespace_with_objects_its
 
 @pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 def test_a_namespace_keeps_its_layout_before_the_first_adopted_object_of_it_is_made(node: Node) -> None:
-    from lmcache_core.plugins.loader import load_plugins
-    from lmcache_core.server.server import Server
-    from lmcache_core.settings.compose import make_settings
-
     server = node.serve(size="4MiB")
     other = Layout("uint8", (128,))
     with server.client() as client:
         assert client.store([node.key(1)], [payload(1)], namespace=space(1)).stored == 1
         assert client.store([node.key(2)], [bytes(128)], namespace=space(2, other)).stored == 1
     server.kill()
-    settings = make_settings(
-        name=node.name, runtime_dir=str(node.run), state_dir=str(node.run.parent / "state"), l1={"size_bytes": 4 << 20}
-    )
-    successor = Server(settings, load_plugins())  # no turn of its loop, and so no step of making, comes by itself
+    settings = server_settings(node.run.parent, name=node.name, l1={"size_bytes": 4 << 20})
+    successor = Server(settings)  # no turn of its loop, and so no step of making, comes by itself
     try:
-        assert successor.adopting is not None
+        assert successor.parts.adopting is not None
         session = Session(id=1, peer=None, uid=0, pid=0, carrier="", origin="")
         for taken, right, wrong in ((space(1), SMALL, other), (space(2, other), other, SMALL)):
             with pytest.raises(UsageError, match="use a separate namespace") as refused:
-                successor.namespaces.register(session, taken.id, wrong)
+                successor.parts.namespaces.register(session, taken.id, wrong)
             assert f"{right.fingerprint:x}" in str(refused.value)  # nobody has said yet what it looks like
             assert str(wrong) in str(refused.value)
-        assert successor.adopting.describe()["pending"] == 2, "no object was made for it"
-        ids = [successor.namespaces.register(session, space(1).id, SMALL)]
+        assert successor.parts.adopting.describe()["pending"] == 2, "no object was made for it"
+        ids = [successor.parts.namespaces.register(session, space(1).id, SMALL)]
         with pytest.raises(UsageError) as refused:
-            successor.namespaces.register(session, space(1).id, other)
+            successor.parts.namespaces.register(session, space(1).id, other)
         assert str(SMALL) in str(refused.value)
         assert str(other) in str(refused.value)
-        ids.append(successor.namespaces.register(session, space(2, other).id, other))
-        assert sorted(ids) == sorted(successor.l1.former_layouts), "both have the id that they had"
+        ids.append(successor.parts.namespaces.register(session, space(2, other).id, other))
+        assert sorted(ids) == sorted(successor.parts.l1.former_layouts), "both have the id that they had"
     finally:
         successor.start().stop()

@@ -24,21 +24,21 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_core.errors import CacheError, PoolBusyError, PoolError, UntrustedError, UsageError
+from lmcache_core.errors import CacheError, PoolError, UntrustedError, UsageError
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.pool.backing import former_segment_path, segment_path
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import OnStale, Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import make_server_directory
-from lmcache_core.server import zmq_carrier
+from lmcache_core.server.peers import zmq_carrier
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core.trust import Trust, overflow_uid
+from lmcache_testing.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0,
@@ -63,7 +63,7 @@ class Users:
         self._registry = load_plugins()
 
     def ask(
-        self, uid: int, question: Callable[[], Any], gids: tuple[int, ...] = (), maps: tuple[int, ...] | None = None
+        self, uid: int, question: Callable[[], object], gids: tuple[int, ...] = (), maps: tuple[int, ...] | None = None
     ) -> Any:
         """What the function gives in a process of that user; its error as "Name: words" if it is one of ours. `maps`:
         in a user namespace of its own, in which these uids have their names, and no others."""
@@ -83,7 +83,7 @@ class Users:
         def run() -> None:
             settings = make_settings(name=name, runtime_dir=str(root), state_dir=str(root), **values)
             server = Server(settings, self._registry)
-            assert server.populator.wait(WAIT_S)
+            assert server.parts.populator.wait(WAIT_S)
             with server:
                 answered("ready")
                 signal.pause()
@@ -92,7 +92,7 @@ class Users:
         assert said == "ready", said
         return pid
 
-    def stay(self, uid: int, do: Callable[[], Any]) -> int:
+    def stay(self, uid: int, do: Callable[[], object]) -> int:
         """A process of that user that does this, and stays; the pid."""
 
         def run() -> None:
@@ -109,11 +109,11 @@ class Users:
         self,
         uid: int,
         gids: tuple[int, ...],
-        run: Callable[[], Any],
+        run: Callable[[], object],
         *,
         stays: bool = False,
         maps: tuple[int, ...] | None = None,
-    ) -> tuple[Any, int]:
+    ) -> tuple[object, int]:
         global answer_fd
         reading, writing = os.pipe()
         entered, entering = os.pipe()
@@ -187,7 +187,7 @@ in_user_namespaces = pytest.mark.skipif(
 answer_fd = -1
 
 
-def answered(said: Any) -> None:
+def answered(said: str | None) -> None:
     os.write(answer_fd, (json.dumps(said) + "\n").encode())
 
 
@@ -217,7 +217,6 @@ def name() -> Iterator[str]:
     yield name
     for uid in (0, ALICE, BOB, MALLORY, overflow_uid()):
         segment_path(name, uid=uid).unlink(missing_ok=True)
-    former_segment_path(name).unlink(missing_ok=True)
 
 
 def store(name: str, root: Path | None = None, *, key: bytes = b"", **options: Any) -> str:
@@ -231,7 +230,7 @@ def ping(name: str, root: Path | None = None, **options: Any) -> str:
     return "answered"
 
 
-def fails(question: Callable[[], Any]) -> str:
+def fails(question: Callable[[], object]) -> str:
     with pytest.raises(CacheError) as caught:
         question()
     return str(caught.value)
@@ -273,7 +272,7 @@ def test_a_socket_of_another_user_is_not_connected_to(users: Users, shared: Path
     directory.mkdir()
     directory.chmod(0o1777)  # ours, and everybody may put something into it
 
-    def listen() -> Any:
+    def listen() -> object:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.bind(str(directory / "lifeline"))
         sock.listen()
@@ -289,7 +288,7 @@ def test_a_process_of_another_user_behind_our_own_socket_is_told_nothing(users: 
     ours.bind(str(shared / name / "lifeline"))
     (shared / name / "lifeline").chmod(0o700)
 
-    def listen() -> Any:
+    def listen() -> object:
         ours.listen()  # from here on the kernel names this process
         return ours
 
@@ -303,16 +302,69 @@ def test_a_process_of_another_user_behind_our_own_socket_is_told_nothing(users: 
     ours.close()
 
 
-def test_a_directory_that_everybody_may_write_is_not_walked_through(users: Users, shared: Path, name: str) -> None:
-    users.serve(0, shared / "run", name)
-    assert ping(name, shared / "run") == "answered"
-    (shared / "run").chmod(0o777)
-    assert "is writable by everybody" in fails(lambda: ping(name, shared / "run"))
-    (shared / "run").chmod(0o775)
-    os.chown(shared / "run", 0, GROUP)
-    assert f"is writable by all of group {GROUP}" in fails(lambda: ping(name, shared / "run"))
-    os.chown(shared / "run", 0, 0)
-    assert ping(name, shared / "run") == "answered"
+def test_a_default_directory_that_everybody_may_write_is_not_walked_through(
+    users: Users, shared: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shared / "lmcache-core"
+    monkeypatch.delenv("LMCACHE_CORE_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))  # of the system's choice, not of ours
+    users.serve(0, run, name)
+    assert ping(name, None) == "answered"
+    run.chmod(0o777)
+    assert "is writable by everybody" in fails(lambda: ping(name, None))
+    assert "is writable by everybody" in fails(lambda: make_server_directory("other", None))
+    run.chmod(0o775)
+    os.chown(run, 0, GROUP)
+    assert f"is writable by all of group {GROUP}" in fails(lambda: ping(name, None))
+    os.chown(run, 0, 0)
+    assert ping(name, None) == "answered"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o775])
+@pytest.mark.parametrize("below", ["", "lmcache-core"])
+def test_a_pods_volume_that_everybody_may_write_is_a_runtime_directory_for_a_server_that_is_not_root(
+    users: Users, shared: Path, name: str, mode: int, below: str
+) -> None:
+    """As the kubelet mounts an emptyDir: root's, without the sticky bit, with `fsGroup` in its group."""
+    volume = shared / "volume"
+    volume.mkdir()
+    os.chown(volume, 0, GROUP)
+    volume.chmod(mode)
+    root = volume / below
+    users.serve(ALICE, root, name, gids=(GROUP,), zmq={"ipc": True})
+    assert users.ask(ALICE, lambda: ping(name, root), gids=(GROUP,)) == "answered"
+    address = f"ipc://{root / name / 'zmq'}"
+    assert users.ask(ALICE, lambda: ping(name, root, address=address), gids=(GROUP,)) == "answered"
+    assert "not to us" in users.ask(MALLORY, lambda: ping(name, root), gids=(GROUP,))
+
+
+def test_what_another_user_puts_into_a_pods_volume_is_refused(users: Users, shared: Path, name: str) -> None:
+    volume = shared / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    users.serve(MALLORY, volume, name)
+    said = users.ask(ALICE, lambda: ping(name, volume))
+    assert f"belongs to uid {MALLORY}, not to us" in said
+    users.serve(ALICE, volume, "alices")
+    (volume / "alices").rename(volume / "moved")  # whoever may write there may do that, or put a link
+    (volume / "alices").symlink_to(volume / name)
+    os.lchown(volume / "alices", MALLORY, MALLORY)
+    assert f"belongs to uid {MALLORY}, not to us" in users.ask(ALICE, lambda: ping("alices", volume))
+
+
+def test_a_volume_below_a_directory_that_is_closed_to_others_needs_no_name(
+    users: Users, shared: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = shared / "closed"
+    (closed / "volume").mkdir(parents=True)
+    (closed / "volume").chmod(0o777)
+    closed.chmod(0o700)
+    monkeypatch.delenv("LMCACHE_CORE_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(closed / "volume"))
+    users.serve(0, closed / "volume" / "lmcache-core", name)
+    assert ping(name, None) == "answered"
+    closed.chmod(0o711)  # it can be entered now
+    assert "is writable by everybody" in fails(lambda: ping(name, None))
 
 
 @pytest.mark.parametrize("step", ["above", "root", "server", "socket"])
@@ -443,7 +495,7 @@ def test_a_file_that_somebody_may_have_open_is_never_filled(shared: Path, name: 
 
 
 def test_a_worker_maps_no_segment_of_another_user_by_its_name(users: Users, shared: Path, name: str) -> None:
-    def make() -> Any:
+    def make() -> object:
         return Segment.create(name, 2 * MIB, runtime_dir=shared / "theirs")
 
     users.stay(MALLORY, make)
@@ -460,32 +512,6 @@ def test_two_users_have_servers_of_one_name(users: Users, shared: Path, name: st
     assert users.ask(BOB, lambda: store(name, shared / "bob")) == "stored"
     assert segment_path(name, uid=ALICE).stat().st_uid == ALICE
     assert segment_path(name, uid=BOB).stat().st_uid == BOB
-
-
-@needs_native
-def test_a_pool_under_its_former_name_is_found_once(users: Users, shared: Path, name: str) -> None:
-    path, former = segment_path(name), former_segment_path(name)
-    server = users.stay(0, lambda: Segment.create(name, 2 * MIB, runtime_dir=shared / "run"))
-    path.rename(former)
-    with pytest.raises(PoolBusyError, match="a living server of a former version"):
-        Segment.create(name, 2 * MIB, runtime_dir=shared / "elsewhere", on_stale=OnStale.ADOPT)
-    end(server)
-    inode = former.stat().st_ino
-    with Segment.create(name, 2 * MIB, runtime_dir=shared / "run", on_stale=OnStale.ADOPT) as segment:
-        assert segment.adopted
-        assert path.stat().st_ino == inode
-        assert not former.exists()
-
-
-def test_a_pool_under_its_former_name_that_is_another_users_is_left_alone(
-    users: Users, shared: Path, name: str
-) -> None:
-    former = former_segment_path(name)
-    users.ask(MALLORY, lambda: former.write_bytes(b"theirs"))
-    with Segment.create(name, 2 * MIB, runtime_dir=shared / "run", on_stale=OnStale.ADOPT) as segment:
-        assert not segment.adopted
-    assert former.read_bytes() == b"theirs"
-    assert clean(names=[name]) == []
 
 
 # --- who may connect, and what they may do ----------------------------------------------------------------
@@ -530,21 +556,22 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
     def try_all() -> dict[str, str]:
         said = {}
         with Client.connect(name, runtime_dir=shared / "run", server_uid=ALICE) as client:
-            requests: dict[str, Callable[[int], m.Message]] = {
-                "everything": lambda rid: m.Clear(rid, None),
-                "theirs": lambda rid: m.Clear(rid, NAMESPACE.id),
-                "dropped": lambda rid: m.Drop(rid, NAMESPACE.id, KEY, bytes(8), tiers=True),
-                "damaged": lambda rid: m.ReportDamaged(rid, 1 << 40 | 1, count=1),
-                "pin": lambda rid: m.Pin(rid, NAMESPACE.id, KEY, 60.0),
-                "unpin": lambda rid: m.Unpin(rid, NAMESPACE.id, KEY),
+            requests: dict[str, m.Message] = {
+                "everything": m.Clear(0, None),
+                "theirs": m.Clear(0, NAMESPACE.id),
+                "dropped": m.Drop(0, NAMESPACE.id, KEY, bytes(8), tiers=True),
+                "damaged": m.ReportDamaged(0, 1 << 40 | 1, count=1),
+                "pin": m.Pin(0, NAMESPACE.id, KEY, 60.0),
+                "unpin": m.Unpin(0, NAMESPACE.id, KEY),
             }
-            for what, make in requests.items():
+            for what, request in requests.items():
                 try:
-                    client.links.current(patient=True).channel.call(make)
+                    client.links.current(patient=True).channel.call(request)
                     said[what] = "done"
                 except CacheError as error:
                     said[what] = str(error)
             client.store([KEY], [PAYLOAD], namespace=other)
+            said["seen"] = json.dumps(client.status()) + json.dumps(client.quotas())
             said["own"] = str(client.clear(other).objects)
         return said
 
@@ -557,10 +584,12 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
     for what in ("pin", "unpin"):
         assert "is not registered in this session" in said[what]
     assert said["own"] == "1"
+    assert f"{other.id:016x}" in said["seen"]
+    assert f"{NAMESPACE.id:016x}" not in said["seen"]
 
     def clear_all() -> int:
         with Client.connect(name, runtime_dir=shared / "run", maps_pool=False) as client:
-            return client.links.current(patient=True).channel.call(lambda rid: m.Clear(rid, NAMESPACE.id)).objects
+            return client.links.current(patient=True).channel.call(m.Clear(0, NAMESPACE.id)).objects
 
     assert users.ask(ALICE, clear_all) == 1  # the server's own user need not know it
 

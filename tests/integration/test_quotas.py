@@ -12,7 +12,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -26,8 +25,9 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Settings
-from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import WAIT_S, until
 
 pytest.importorskip("lmcache_fs")
 
@@ -188,6 +188,9 @@ def test_the_command_sets_shows_and_ends_quotas(node: Run, capsys: pytest.Captur
     assert main(["quota", "set", "chat", "--namespace", f"{CHAT.id:016x}", "--limit", "8MiB", *where]) == 0
     assert main(["quota", "set", "chat", "--reserved", "1MiB", *where]) == 0
     assert main(["quota", "set", "chat", "--store", "disk", "--limit", "16MiB", *where]) == 0
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first == f"tenant 'chat', from now on: namespaces {CHAT.id:016x}; l1: nothing reserved, limit 8MiB"
+    assert last.endswith("; l1: 1MiB reserved, limit 8MiB; disk: nothing reserved, limit 16MiB")
     until(lambda: served.used("chat") == 10 * 4096)
     assert main(["quota", "get", "chat", "--json", *where]) == 0
     told = json.loads(capsys.readouterr().out)[0]
@@ -199,12 +202,13 @@ def test_the_command_sets_shows_and_ends_quotas(node: Run, capsys: pytest.Captur
     assert "chat" in table
     assert max(map(len, table.splitlines())) <= 80
     assert main(["quota", "delete", "chat", *where]) == 0
+    assert capsys.readouterr().out == "tenant 'chat' has no quota any more; its objects stay\n"
     assert main(["quota", "get", "chat", *where]) == 2
     assert main(["quota", "set", "chat", "--limit", "8MB", *where]) == 2
-    assert "say which namespaces it has" in capsys.readouterr().err
+    assert "at least one of its namespaces must be named" in capsys.readouterr().err
 
 
-def kept(reserved_bytes: int | None = None, namespaces: Sequence[int] = (1,), name: str = "chat") -> dict[str, Any]:
+def kept(reserved_bytes: int | None = None, namespaces: Sequence[int] = (1,), name: str = "chat") -> Json:
     return {name: {"namespaces": namespaces, "stores": {"l1": {"reserved_bytes": reserved_bytes}}}}
 
 
@@ -248,8 +252,8 @@ limit_bytes = "32MiB"
 """
 
 
-def settings_of(tmp_path: Path, text: str, evictions: dict[str, Any] | None = None, name: str = "") -> Settings:
-    stores: dict[str, dict[str, Any]] = {
+def settings_of(tmp_path: Path, text: str, evictions: dict[str, object] | None = None, name: str = "") -> Settings:
+    stores: dict[str, dict[str, object]] = {
         "l1": {"size_bytes": "64MiB", "backing": "memfd"},
         "disk": {"type": "fs", "path": str(tmp_path / "disk"), "capacity_bytes": "64MiB"},
     }
@@ -263,7 +267,7 @@ def settings_of(tmp_path: Path, text: str, evictions: dict[str, Any] | None = No
     return make_settings(**options, l1=stores["l1"], l2={"disk": stores["disk"]}, **tomllib.loads(text))
 
 
-def stores_of(server: Server) -> dict[str, dict[str, Any]]:
+def stores_of(server: Server) -> dict[str, Json]:
     with server.connect() as client:
         return {row["tenant"]: row["stores"] for row in client.quotas() if row["tenant"]}
 

@@ -9,28 +9,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import msgspec
 import pytest
 
 from lmcache_core.cli.main import main
 from lmcache_core.client.client import Client
-from lmcache_core.client.replaying import replay_trace
 from lmcache_core.errors import UsageError
-from lmcache_core.observe.traces import MAGIC, Operation, read_recording, requests_of
-from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.policies.lru import LruEviction
-from lmcache_core.policies.simulation import Order, replay
-from lmcache_core.policies.traces import SyntheticSettings, read_trace, synthetic_trace
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.processes import ServerProcess
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_lab.record import start_recording, stop_recording
+from lmcache_lab.recorder import MAGIC, Operation
+from lmcache_lab.recordings import read_recording, requests_of
+from lmcache_lab.replaying import replay_trace
+from lmcache_lab.simulation import Order, replay
+from lmcache_lab.workloads import SyntheticSettings, read_trace, synthetic_trace
+from lmcache_testing.processes import ServerProcess
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -49,24 +48,14 @@ def key(block: int) -> bytes:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[Server, Client]]]:
-    made: list[Any] = []
+def serve(start: Callable[..., Server]) -> Iterator[Callable[..., tuple[Server, Client]]]:
+    with ExitStack() as stack:
 
-    def start(**more: Any) -> tuple[Server, Client]:
-        registry = load_plugins()
-        settings = make_settings(
-            registry, name=f"rec-{uuid4().hex[:10]}", runtime_dir=str(tmp_path / "run"),
-            state_dir=str(tmp_path / "state"), l1={"size_bytes": POOL, "backing": "memfd", "watermark": 1.0}, **more,
-        )  # fmt: skip
-        server = Server(settings, registry)
-        assert server.populator.wait(60)
-        server.start()
-        made.extend([server, server.connect()])
-        return server, made[-1]
+        def serve(**more: object) -> tuple[Server, Client]:
+            server = start(l1={"size_bytes": POOL, "backing": "memfd", "watermark": 1.0}, **more)
+            return server, stack.enter_context(server.connect())
 
-    yield start
-    for each in reversed(made):
-        (each.stop if isinstance(each, Server) else each.close)()
+        yield serve
 
 
 def traffic(client: Client) -> tuple[int, int]:
@@ -84,19 +73,22 @@ def traffic(client: Client) -> tuple[int, int]:
 
 
 def test_live_recorded_replayed_and_simulated_hit_rates_are_the_same(
-    serve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, client = serve()
     slots = client.status()["l1"]["pool_bytes"] // 4096
-    client.record_start(tmp_path / "trace")
+    start_recording(client, tmp_path / "trace")
     keys, hits = traffic(client)
-    client.record_stop()
+    stop_recording(client)
     operations = list(read_recording(tmp_path / "trace")[1])
     live = hits / keys
     assert 0.2 < live < 0.9
     lookups = [each for each in operations if each.kind == "lookup"]
     assert sum(each.hits for each in lookups) / sum(len(each.keys) // 8 for each in lookups) == pytest.approx(live)
     assert main(["trace", "convert", str(tmp_path / "trace"), str(tmp_path / "out.jsonl")]) == 0
+    capsys.readouterr()
+    assert main(["trace", "convert", str(tmp_path / "trace"), str(tmp_path / "out.jsonl")]) == 2
+    assert capsys.readouterr().err.endswith("out.jsonl exists: name another file, or remove it\n")
     trace = read_trace(tmp_path / "out.jsonl")
     assert trace.requests == [request for _, request in requests_of(operations)]
     logged = tmp_path / "lookups.jsonl"
@@ -119,12 +111,12 @@ def test_live_recorded_replayed_and_simulated_hit_rates_are_the_same(
     assert again.refused == 0
 
 
-def test_nothing_in_a_recording_tells_a_key_a_namespace_or_a_byte(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_recording_has_no_key_no_namespace_and_no_byte(serve: Callable[..., Server], tmp_path: Path) -> None:
     _, client = serve()
     for name in ("one", "two"):
-        client.record_start(tmp_path / name)
+        start_recording(client, tmp_path / name)
         client.store([key(1)], [b"\x5a" * 4096], namespace=SPACE)
-        client.record_stop()
+        stop_recording(client)
     one, two = (next((tmp_path / name).iterdir()).read_bytes() for name in ("one", "two"))
     secrets = [key(1), key(1)[:8], b"secret model", b"\x5a" * 16]
     secrets += [SPACE.id.to_bytes(8, "big"), SPACE.id.to_bytes(8, "little")]
@@ -141,31 +133,31 @@ def by_calls(client: Client) -> int:
 
 
 def test_hits_by_the_index_are_recorded_too_and_cost_no_call_afterwards(
-    serve: Callable[..., Any], tmp_path: Path
+    serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     _, client = serve()
     names = [key(block) for block in range(8)]
     client.store(names, [bytes(4096)] * 8, namespace=SPACE)
-    client.record_start(tmp_path / "trace")
+    start_recording(client, tmp_path / "trace")
     assert client.lookup(names, namespace=SPACE).hits == 8
-    assert client.status()["recording"]["dir"] == str(tmp_path / "trace")
-    client.record_stop()
+    assert client.status()["operations"]["record"]["dir"] == str(tmp_path / "trace")
+    stop_recording(client)
     (only,) = (each for each in read_recording(tmp_path / "trace")[1] if each.kind == "lookup")
     assert (only.hits, len(only.keys)) == (8, 64)
-    assert client.status()["recording"] is None
+    assert client.status()["operations"]["record"]["dir"] is None
     before = by_calls(client)
     assert client.lookup(names, namespace=SPACE).hits == 8
     assert by_calls(client) == before + (client.status()["index"] is None)
 
 
-def test_a_recording_is_bounded_and_the_oldest_goes(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_recording_is_bounded_and_the_oldest_goes(serve: Callable[..., Server], tmp_path: Path) -> None:
     _, client = serve()
-    client.record_start(tmp_path / "trace", file_bytes=4096, files=3)
-    for block in range(0, 4000, 100):
-        client.store([key(n) for n in range(block, block + 100)], [bytes(4096)] * 100, namespace=SPACE)
-        while client.status()["recording"]["waiting"]:
+    start_recording(client, tmp_path / "trace", file_bytes=4096, files=3)
+    for block in range(0, 4000, 800):
+        client.store([key(n) for n in range(block, block + 800)], [bytes(4096)] * 800, namespace=SPACE)
+        while client.status()["operations"]["record"]["waiting"]:
             pass
-    client.record_stop()
+    stop_recording(client)
     files = sorted((tmp_path / "trace").iterdir())
     assert len(files) == 3
     assert files[0].name != "000000.lmctrace"
@@ -176,11 +168,11 @@ def test_a_recording_is_bounded_and_the_oldest_goes(serve: Callable[..., Any], t
 def test_what_a_kill_leaves_can_be_read(tmp_path: Path) -> None:
     with ServerProcess(POOL) as server:
         with server.client() as client:
-            client.record_start(tmp_path / "trace")
+            start_recording(client, tmp_path / "trace")
             for block in range(0, 500, 50):
                 client.store([key(n) for n in range(block, block + 50)], [bytes(4096)] * 50, namespace=SPACE)
             end = time.monotonic() + 60
-            while client.status()["recording"]["operations"] < 5:
+            while client.status()["operations"]["record"]["operations"] < 5:
                 assert time.monotonic() < end
         os.kill(server.pid, signal.SIGKILL)
     path = next((tmp_path / "trace").iterdir())
@@ -198,12 +190,14 @@ def test_what_a_kill_leaves_can_be_read(tmp_path: Path) -> None:
         list(read_recording(path.parent)[1])
 
 
-def test_workers_are_as_many_as_were_recorded_and_go_at_their_speed(serve: Callable[..., Any], tmp_path: Path) -> None:
-    server, client = serve(record={"dir": str(tmp_path / "trace")})
+def test_workers_are_as_many_as_were_recorded_and_go_at_their_speed(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    server, client = serve(operations={"record": {"dir": str(tmp_path / "trace")}})
     with server.connect() as other:
         for worker, first in ((client, 0), (other, 100)):
             worker.store([key(n) for n in range(first, first + 10)], [bytes(4096)] * 10, namespace=SPACE)
-    client.record_stop()
+    stop_recording(client)
     operations = list(read_recording(tmp_path / "trace")[1])
     assert {each.worker for each in operations} == {0, 1}
     fresh, _ = serve()
@@ -224,12 +218,16 @@ def test_the_command_records_tells_and_replays(tmp_path: Path, capsys: pytest.Ca
     with ServerProcess(POOL) as server:
         where = ["--name", server.name, "--runtime-dir", str(server.runtime_dir)]
         assert main(["trace", "start", str(tmp_path / "trace"), *where]) == 0
+        begun = f"{server.name} records its requests into {tmp_path / 'trace'}; until `lmcache-core trace stop`"
+        assert capsys.readouterr().out.startswith(begun)
         assert main(["trace", "start", str(tmp_path / "more"), *where]) == 2
         assert "already" in capsys.readouterr().err
         with server.client() as client:
             client.store([key(1)], [bytes(4096)], namespace=SPACE)
             client.lookup([key(1), key(2)], namespace=SPACE)
         assert main(["trace", "stop", *where]) == 0
+        ended = f"{server.name} has stopped recording: 2 requests are in {tmp_path / 'trace'}\n"
+        assert capsys.readouterr().out == ended
         assert main(["trace", "info", str(tmp_path / "trace"), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["operations"], told["hit_rate"]) == ({"store": 1, "lookup": 1}, 0.5)
@@ -245,14 +243,14 @@ def test_the_command_records_tells_and_replays(tmp_path: Path, capsys: pytest.Ca
         assert main(["trace", "stop", *where]) == 2
 
 
-def test_what_is_no_recording_is_refused_with_words(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_invalid_recording_is_refused_with_a_message(serve: Callable[..., Server], tmp_path: Path) -> None:
     _, client = serve()
-    client.record_start(tmp_path / "trace")
-    client.record_stop()
+    start_recording(client, tmp_path / "trace")
+    stop_recording(client)
     with pytest.raises(UsageError, match="choose another directory"):
-        client.record_start(tmp_path / "trace")
+        start_recording(client, tmp_path / "trace")
     with pytest.raises(UsageError, match="cannot be recorded"):
-        client.record_start(tmp_path / "new", files=0)
+        start_recording(client, tmp_path / "new", files=0)
     with pytest.raises(UsageError, match="it does not begin with"):
         read_recording(Path(__file__))
     (tmp_path / "empty").mkdir()
@@ -268,10 +266,10 @@ def test_operations_of_clients_that_die_before_the_answer_are_recorded_without_o
         worker = node.worker(f"client.lookup([key({number})], namespace=ns, wait_s=600)")
         until(lambda: client.status()["lookups_waiting"])
         worker.kill()
-        until(lambda number=number: client.status()["recording"]["operations"] == number + 1)
+        until(lambda number=number: client.status()["operations"]["record"]["operations"] == number + 1)
     worker = node.worker("client.lookup([key(4)], namespace=ns, wait_s=600)")
     until(lambda: client.status()["lookups_waiting"])
-    client.record_stop()
+    stop_recording(client)
     operations = list(read_recording(tmp_path / "trace")[1])
     assert [(each.kind, len(each.keys) // 8, each.hits, each.statuses) for each in operations] == [
         ("lookup", 1, 0, b"")
@@ -285,7 +283,7 @@ def test_a_forged_recording_is_refused_in_words_and_never_printed_raw(
     def framed(raw: bytes) -> bytes:
         return len(raw).to_bytes(4, "little") + raw
 
-    def forged(about: dict[str, Any] | None = None, server: str = "s", **more: Any) -> str:
+    def forged(about: dict[str, object] | None = None, server: str = "s", **more: object) -> str:
         header = {"began_at_s": 1.0, "server": server, "version": "1", "about": about or {}}
         told = {"kind": "lookup", "space": 5, "nbytes": 1, "keys": bytes(16), "prefix": True, "hits": 1} | more
         operation = [1, 1, 0, *told.values(), b""]

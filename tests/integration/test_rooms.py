@@ -16,8 +16,24 @@ import lmcache_core
 SOURCE = Path(lmcache_core.__file__).parent
 # Each room may import itself and those in the lines above it. docs/internals/rooms.md says what is in them.
 ORDER = [
-    {"limits", "errors", "clock", "cpu_share", "descriptors", "files", "trust", "transitions"},
-    {"native"},
+    {
+        "limits",
+        "errors",
+        "clock",
+        "cpu_share",
+        "descriptors",
+        "files",
+        "guard",
+        "threads",
+        "paths",
+        "tensors",
+        "textfiles",
+        "trust",
+        "transitions",
+        "zmq_door",
+    },
+    {"native", "state_thread"},
+    {"buffers"},
     {"kernel"},
     {"pool"},
     {"tokens"},
@@ -28,13 +44,14 @@ ORDER = [
     {"observe"},
     {"client"},
     {"server"},
-    {"testing"},
     {"cli"},
+    {"__main__"},
 ]
 # The same within `tiers`: the doors, then what one object is, one tier, and what runs between the pool and all tiers.
 TIERS_ORDER = [
-    {"contract", "l1", "moved"},
-    {"budget", "streams", "retry", "format", "transfer", "parallel"},  # the last three are former names
+    {"contract", "l1"},
+    {"budget", "streams", "answers"},
+    {"retry", "blocking"},
     {"object"},
     {"observer"},
     {"tier"},
@@ -42,7 +59,31 @@ TIERS_ORDER = [
     {"tiering"},
     {"drills"},
 ]
-TIERS_LEVEL = {room: level for level, rooms in enumerate(TIERS_ORDER) for room in rooms}
+# And within `client`: its values, what links to a server, what is found and why not, what moves bytes, its public face.
+CLIENT_ORDER = [
+    {"engine_blocks", "promises", "tracing"},
+    {"results"},
+    {"link"},
+    {"find", "why"},
+    {"move"},
+    {"client"},
+    {"asynchronous"},
+]
+# And within `server`: what plugins implement, the process, its peers, the L1, what works on it, and all of it together.
+SERVER_ORDER = [
+    {"companion", "helper", "operation"},
+    {"process"},
+    {"peers"},
+    {"pool"},
+    {"tiers", "waiting", "extensions"},
+    {"server_parts"},
+    {"build", "dispatch", "status"},
+    {"server"},
+]
+INSIDE = {
+    room: {each: level for level, rooms in enumerate(order) for each in rooms}
+    for room, order in (("client", CLIENT_ORDER), ("server", SERVER_ORDER), ("tiers", TIERS_ORDER))
+}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The plugins' names are needed to write a plugin, before anything is built.
 LIGHT = {"plugins.components", "plugins.hookspecs"}
@@ -76,31 +117,26 @@ def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
             assert target == room or LEVEL[target] < LEVEL[room], f"{path.relative_to(SOURCE)} imports {module}"
 
 
-def test_within_tiers_each_room_imports_only_what_stands_below_it() -> None:
-    tiers = SOURCE / "tiers"
-    for path in tiers.rglob("*.py"):
-        room = path.relative_to(tiers).with_suffix("").parts[0]
-        if room == "__init__":
+@pytest.mark.parametrize(("room", "levels"), INSIDE.items(), ids=INSIDE)
+def test_within_a_room_each_part_imports_only_what_stands_below_it(room: str, levels: dict[str, int]) -> None:
+    for path in (SOURCE / room).rglob("*.py"):
+        part = path.relative_to(SOURCE / room).with_suffix("").parts[0]
+        if part == "__init__":
             continue
         for module in imports(path):
             first, _, rest = module.partition(".")
             target = rest.split(".")[0]
-            below = first != "tiers" or target == room or TIERS_LEVEL[target] < TIERS_LEVEL[room]
-            assert below, f"tiers/{path.relative_to(tiers)} imports {module}"
+            below = first != room or target == part or levels[target] < levels[part]
+            assert below, f"{path.relative_to(SOURCE)} imports {module}"
 
 
-@pytest.mark.parametrize(
-    ("section", "levels", "unnamed"),
-    [(0, LEVEL, set()), (1, TIERS_LEVEL, {"moved", "format", "transfer", "parallel"})],
-    ids=["all", "tiers"],
-)
-def test_the_page_of_rooms_names_them_all_in_this_order(
-    section: int, levels: dict[str, int], unnamed: set[str]
-) -> None:
-    page = (Path(__file__).parents[2] / "docs/internals/rooms.md").read_text().partition("\n## ")[0]
-    table = re.findall(r"^\| (`[^|]*`) \|", page.split("\nWithin `tiers/`")[section], re.MULTILINE)
+@pytest.mark.parametrize("room", ["", *INSIDE])
+def test_the_page_of_rooms_names_them_all_in_this_order(room: str) -> None:
+    page, levels = (Path(__file__).parents[2] / "docs/internals/rooms.md").read_text(), INSIDE.get(room, LEVEL)
+    section = page.partition(f"\nWithin `{room}/`")[2] if room else page
+    table = re.findall(r"^\| (`[^|]*`) \|", re.split(r"\nWithin |\n## ", section)[0], re.MULTILINE)
     rows = [[re.sub(r"(\.py|/)$", "", name) for name in re.findall(r"`([^`]*)`", row)] for row in table]
-    assert sorted(name for row in rows for name in row) == sorted(set(levels) - unnamed)
+    assert sorted(name for row in rows for name in row) == sorted(levels)
     found = [[levels[name] for name in row] for row in rows]
     assert [max(row) for row in found] == sorted(max(row) for row in found)
     assert all(max(above) <= min(below) for above, below in itertools.pairwise(found))
@@ -123,6 +159,18 @@ def test_no_class_name_stands_for_two_things() -> None:
             if isinstance(node, ast.ClassDef):
                 named.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
+def test_core_imports_no_other_package_of_ours() -> None:
+    foreign = {
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.startswith("lmcache_") and name.partition(".")[0] != "lmcache_core"
+    }
+    assert foreign == set()
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

@@ -9,23 +9,23 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.client.client import Client
-from lmcache_core.client.leases import WriteLease
+from lmcache_core.client.move.leases import WriteLease
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.states import State
 from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tiers.object.format import HEADER_BYTES
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import server_settings
+from lmcache_testing.waiting import until
 
 pytest.importorskip("lmcache_fs")
 pytest.importorskip("lmcache_policies")
@@ -43,7 +43,7 @@ def key(number: int) -> bytes:
     return hashlib.sha256(b"tenant %d" % number).digest()
 
 
-def isolated(nbytes: int) -> dict[str, Any]:
+def isolated(nbytes: int) -> dict[str, object]:
     tenants = {
         f"t{number}": {"namespaces": [each.id], "quota_bytes": QUOTAS[number] * nbytes}
         for number, each in enumerate(TENANTS)
@@ -57,9 +57,8 @@ class Node:
     def __init__(self, folder: Path, dirty: str) -> None:
         self.disk = folder / "disk"
         stored_bytes = NBYTES + HEADER_BYTES
-        made = make_settings(
-            load_plugins(),
-            name=f"t{uuid4().hex[:10]}",
+        made = server_settings(
+            folder,
             l1={"size_bytes": OBJECTS * NBYTES, "backing": "memfd", "eviction": isolated(NBYTES)},
             l2={
                 "disk": {
@@ -69,14 +68,12 @@ class Node:
                     "eviction": isolated(stored_bytes),
                 }
             },
-            runtime_dir=str(folder / "run"),
-            state_dir=str(folder / "state"),
             dirty=dirty,
             store_wait_s=0.05,
             drain_s=0.2,
         )
         self.server = Server(made, load_plugins())
-        assert self.server.populator.wait(60)
+        assert self.server.parts.populator.wait(60)
         self.server.start()
         self.client: Client = self.server.connect()
         self.leases: list[WriteLease] = []
@@ -139,9 +136,9 @@ class Node:
 
         until(agree, "books and medium to agree")
         (disk,) = self.server.tiering.tiers  # type: ignore[union-attr]
-        residents, books = self.server.kernel.residents, disk.accounting
+        residents, books = self.server.parts.kernel.residents, disk.accounting
 
-        def believed(policy: Any) -> dict[int, int]:
+        def believed(policy: EvictionPolicy) -> dict[int, int]:
             return {namespace: tenant.used_bytes for namespace, tenant in policy.inner.owners.items()}
 
         def counted(entries: Iterable[Any]) -> dict[int, int]:

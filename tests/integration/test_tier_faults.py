@@ -17,10 +17,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -31,9 +30,15 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
-from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
+from lmcache_core.tiers.contract import L2Adapter
+from lmcache_core.tiers.flow import writeback
+from lmcache_core.tiers.tier import doubts, health
+from lmcache_core.tiers.tier.breaker import Breaker
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json, embedded_server
+from lmcache_testing.waiting import until
+
+from ..conftest import Node
 
 pytest.importorskip("lmcache_mock")
 
@@ -61,12 +66,8 @@ POLICIES = (
     {"store_policy": "skip_l1", "prefetch_policy": "default", "dirty": "drop"},
     {"store_policy": "default", "prefetch_policy": "default", "dirty": "wait"},
 )
-CASES = [
-    pytest.param(f"{operation} {fault} s=30", policies, id=f"{operation}-{fault}-{number}")
-    for fault, operations in FAULTS.items()
-    for operation in operations
-    for number, policies in enumerate(POLICIES)
-]
+CASES = [f"{operation} {fault}" for fault, operations in FAULTS.items() for operation in operations]
+PAUSE_S = 0.05  # before a tier that had failed is tried again
 
 
 def key(number: int) -> bytes:
@@ -89,12 +90,12 @@ class World:
         self.wrong = 0
 
     @property
-    def adapter(self) -> Any:
+    def adapter(self) -> L2Adapter:
         assert self.server.tiering is not None
         (only,) = self.server.tiering.tiers
         return only.adapter
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         return self.client.status()
 
     def store(self, first: int, count: int = KEYS) -> list[bytes]:
@@ -150,49 +151,56 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, registry: Registry | None = None, **settings: Any) -> Iterator[World]:
+def world(folder: Path, registry: Registry | None = None, **settings: object) -> Iterator[World]:
     settings.setdefault("l2", {"bad": {"type": "mock", "deadline_s": DEADLINE_S}})
-    registry = registry or load_plugins()
-    made = make_settings(
-        registry=registry,
-        name=f"t{uuid4().hex[:10]}",
-        l1={"size_bytes": 4 << 20, "backing": "memfd"},
-        runtime_dir=str(folder / "run"),
-        state_dir=str(folder / "state"),
-        drain_s=0.2,
-        **settings,
-    )
-    with ExitStack() as stack:
-        server = Server(made, registry)
-        assert server.populator.wait(60)
-        stack.enter_context(server)
-        yield World(server, stack.enter_context(server.connect()))
+    l1 = {"size_bytes": 4 << 20, "backing": "memfd"}
+    with embedded_server(folder, registry, l1=l1, drain_s=0.2, **settings) as server, server.connect() as client:
+        yield World(server, client)
 
 
-@pytest.mark.parametrize(("rule", "policies"), CASES)
-def test_a_fault_costs_misses_and_nothing_else(tmp_path: Path, rule: str, policies: dict[str, str]) -> None:
-    with world(tmp_path, **policies) as at:
-        until(lambda: at.round_trip(0), "a first round trip")
-        known = at.store(0)
-        until(at.quiet, "quiet")
-        at.client.clear(NAMESPACE)
+@pytest.fixture(scope="module", autouse=True)
+def tried_again_soon() -> Iterator[None]:
+    """No recovery waits for the pauses that spare a tier in trouble."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "Breaker", partial(Breaker, pause_s=PAUSE_S))
+        patch.setattr(doubts, "BREAKER_PAUSE_S", PAUSE_S)
+        patch.setattr(doubts, "TIER_LOOKUP_S", DEADLINE_S)
+        patch.setattr(writeback, "WRITE_BACK_PAUSE_S", PAUSE_S)
+        yield
 
-        at.adapter.set_faults(rule)
-        reads_fail = rule.split()[0] in ("any", "exists", "load")
-        if reads_fail:
-            assert at.read(known, wait_s=0.2) == 0
-        else:  # on a busy machine a load may miss the tier's short deadline, and is asked for again
-            until(lambda: at.read(known, wait_s=30.0) == KEYS, "what the fault does not concern")
-        fresh = at.store(100)
-        at.client.noop()
-        at.read(fresh, wait_s=0.05)
-        at.client.clear(NAMESPACE)
-        at.read([*fresh, *known], wait_s=0.1)
 
-        at.adapter.set_faults()
-        turns = itertools.count(200, KEYS)
-        until(lambda: at.round_trip(next(turns) % 300), "the recovery without a restart")
-        at.account()
+@pytest.fixture(scope="module", params=POLICIES, ids=range(len(POLICIES)))
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Each test that takes it ends with nothing held, in L1 and in the tier."""
+    with world(tmp_path_factory.mktemp("shared"), **request.param) as at:
+        yield at
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_fault_costs_misses_and_nothing_else(shared: World, rule: str) -> None:
+    at = shared
+    until(lambda: at.round_trip(0), "a first round trip")
+    known = at.store(0)
+    until(at.quiet, "quiet")
+    at.client.clear(NAMESPACE)
+
+    at.adapter.set_faults(f"{rule} s=30")
+    reads_fail = rule.split()[0] in ("any", "exists", "load")
+    if reads_fail:
+        assert at.read(known, wait_s=0.2) == 0
+    else:  # on a busy machine a load may miss the tier's short deadline, and is asked for again
+        until(lambda: at.read(known, wait_s=30.0) == KEYS, "what the fault does not concern")
+    fresh = at.store(100)
+    at.client.noop()
+    at.read(fresh, wait_s=0.05)
+    at.client.clear(NAMESPACE)
+    at.read([*fresh, *known], wait_s=0.1)
+
+    at.adapter.set_faults()
+    turns = itertools.count(200, KEYS)
+    until(lambda: at.round_trip(next(turns) % 300), "the recovery without a restart")
+    at.account()
+    at.client.clear(tiers=True)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -268,7 +276,7 @@ def test_the_names_of_every_reason_reach_the_client(tmp_path: Path) -> None:
 # --- the clock, and the disk ----------------------------------------------------------------------------------
 
 
-def test_a_server_that_was_stopped_past_every_deadline_goes_on(node: Any, tmp_path: Path) -> None:
+def test_a_server_that_was_stopped_past_every_deadline_goes_on(node: Node, tmp_path: Path) -> None:
     server = node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk"), "--l2.disk.deadline_s", "0.2")
     client = node.client()
     keys = [node.key(i) for i in range(100)]
@@ -309,7 +317,7 @@ def damage_at_random(rng: random.Random, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_files_damaged_at_random_are_misses_and_never_wrong_bytes(node: Any, tmp_path: Path, seed: int) -> None:
+def test_files_damaged_at_random_are_misses_and_never_wrong_bytes(node: Node, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     folder = tmp_path / "disk"
     node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(folder))
@@ -327,7 +335,7 @@ def test_files_damaged_at_random_are_misses_and_never_wrong_bytes(node: Any, tmp
     assert all(bytes(into[at]) == node.payload(at) for at in hits)
 
 
-def test_a_directory_deleted_under_the_server_is_made_again(node: Any, tmp_path: Path) -> None:
+def test_a_directory_deleted_under_the_server_is_made_again(node: Node, tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(folder))
     client = node.client()
@@ -372,7 +380,7 @@ def test_a_directory_without_permission_says_so_and_recovers() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _on_disk(folder: Path) -> dict[str, Any]:
+def _on_disk(folder: Path) -> Json:
     return {"l2": {"bad": {"type": "fs", "path": str(folder / "disk")}}}
 
 
@@ -382,7 +390,7 @@ def _without_permission(folder: Path, registry: Registry) -> None:
     disk.mkdir(mode=0o500)
     with world(folder, registry, **_on_disk(folder)) as at:
 
-        def tier() -> Any:
+        def tier() -> Json:
             return at.status()["tiers"]["tiers"][0]
 
         keys = at.store(0)
@@ -408,7 +416,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_makes_room_by_eviction_and_goes_on(node: Any, small_disk: Path) -> None:
+def test_a_full_disk_makes_room_by_eviction_and_goes_on(node: Node, small_disk: Path) -> None:
     node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(small_disk / "disk"))
     client = node.client()
     for first in range(0, 200, 10):  # 13 MiB
@@ -422,7 +430,7 @@ def test_a_full_disk_makes_room_by_eviction_and_goes_on(node: Any, small_disk: P
     assert client.status()["tiers"]["stores"]["counts"]["stored"] > 30
 
 
-def test_a_disk_that_becomes_read_only_is_read_and_stored_to_again_once_it_can_be(node: Any, small_disk: Path) -> None:
+def test_a_disk_that_becomes_read_only_is_read_and_stored_to_again_once_it_can_be(node: Node, small_disk: Path) -> None:
     node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(small_disk / "disk"))
     client = node.client()
     keys = [node.key(i) for i in range(5)]

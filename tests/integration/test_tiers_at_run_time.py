@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PluginError, SettingsError, UsageError
 from lmcache_core.kernel.answers import Reason
-from lmcache_core.testing.waiting import until
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -27,18 +30,18 @@ def files(folder: Path) -> list[Path]:
     return [path for path in (folder / "objects").rglob("*") if path.is_file()]
 
 
-def tier(client: Any, name: str) -> dict[str, Any]:
+def tier(client: Client, name: str) -> Json:
     return next(each for each in client.tiers_list() if each["name"] == name)
 
 
-def fill(node: Node, client: Any, first: int, count: int) -> list[bytes]:
+def fill(node: Node, client: Client, first: int, count: int) -> list[bytes]:
     keys = [node.key(i) for i in range(first, first + count)]
     sources = [node.payload(i) for i in range(first, first + count)]
     assert client.store(keys, sources, namespace=node.namespace).stored == count
     return keys
 
 
-def read_back(node: Node, client: Any, keys: list[bytes]) -> int:
+def read_back(node: Node, client: Client, keys: list[bytes]) -> int:
     found = client.lookup(keys, namespace=node.namespace, hold=True, wait_s=30)
     into = [bytearray(OBJECT_BYTES) for _ in keys]
     result = client.retrieve(keys, into, namespace=node.namespace, promise=found.promise)
@@ -171,16 +174,17 @@ def test_what_waits_for_a_tier_that_is_replaced_goes_to_its_successor(node: Node
         ({"type": "fs", "path": "relative"}, SettingsError, "absolute"),
     ],
 )
-def test_settings_are_refused_as_at_the_start(node: Node, settings: Any, error: Any, words: str) -> None:
-    node.serve()
-    client = node.client()
+def test_settings_are_refused_as_at_the_start(
+    shared_node: Node, settings: dict[str, object], error: type[Exception], words: str
+) -> None:
+    client = shared_node.client()
     with pytest.raises(error, match=words):
         client.tiers_add("disk", settings)
     assert client.tiers_list() == []
     client.noop()
 
 
-def test_misuse_says_what_there_is(node: Node, tmp_path: Path) -> None:
+def test_misuse_of_tiers_is_refused_with_the_names_of_the_tiers(node: Node, tmp_path: Path) -> None:
     node.serve(*disk(tmp_path / "a"))
     client = node.client()
     with pytest.raises(UsageError, match="tier 'disk' already exists"):
@@ -204,8 +208,25 @@ def test_the_command_adds_lists_and_removes_and_shows_no_secret(node: Node, tmp_
     assert done.returncode == 2
     assert "token" in done.stderr
     assert "hush" not in done.stdout + done.stderr
-    assert tiers(node, "remove", "disk").returncode == 0
+    assert tiers(node, "remove", "disk", "--yes").returncode == 0
     assert json.loads(tiers(node, "list", "--json").stdout) == []
+
+
+def test_the_command_takes_a_tier_from_every_source_of_settings(node: Node, tmp_path: Path) -> None:
+    node.serve()
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/l2.disk.path").write_text(f"{tmp_path / 'a'}\n")
+    (tmp_path / "server.env").write_text("LMCACHE_CORE_L2__DISK__CAPACITY_BYTES=1GiB\n")
+    (tmp_path / "lmcache.toml").write_text('[l2.disk]\ntype = "fs"\npath = "/of/the/file"\nconnections = 3\n')
+    words = ["--config", str(tmp_path / "lmcache.toml"), "--env-file", str(tmp_path / "server.env")]
+    env = {"LMCACHE_CORE_SECRETS_DIR": str(tmp_path / "secrets")}
+    done = tiers(node, "add", "disk", *words, "--set", "deadline_s=7", env=env)
+    assert done.returncode == 0, done.stderr
+    (listed,) = json.loads(tiers(node, "list", "--json").stdout)
+    settings = {
+        name: listed["settings"][name] for name in ("type", "path", "capacity_bytes", "connections", "deadline_s")
+    }
+    assert list(settings.values()) == ["fs", str(tmp_path / "a"), 1 << 30, 3, 7.0]
 
 
 def test_only_the_lifeline_may_change_tiers(node: Node, tmp_path: Path) -> None:
@@ -262,9 +283,8 @@ def test_a_window_asks_for_the_last_keys_of_the_longest_run_only(node: Node, tmp
     assert sparse.statuses[1] is Status.MISS
 
 
-def test_a_window_over_many_pages_is_found_from_the_end(node: Node) -> None:
-    node.serve()
-    client = node.client()
+def test_a_window_over_many_pages_is_found_from_the_end(shared_node: Node) -> None:
+    node, client = shared_node, shared_node.client()
     fill(node, client, 0, 8)
     fill(node, client, 1018, 12)  # across the border of two pages
     keys = [node.key(i) for i in range(8)] + [node.key(f"no {i}") for i in range(1010)]
@@ -348,6 +368,26 @@ def test_verify_finds_what_is_damaged_and_takes_it_away(node: Node, tmp_path: Pa
     assert (
         json.loads(command(node, "verify", "--tier", "disk", "--config", str(config), "--json").stdout)["whole"] == 10
     )
+
+
+def test_verify_takes_a_large_damaged_object_away_among_many_small_ones(
+    node: Node, tmp_path: Path, config: Path
+) -> None:
+    small = Namespace("small", Layout("uint8", (4096,)))
+    server = node.serve(*disk(tmp_path / "a"))
+    with node.client() as client:
+        large = fill(node, client, 0, 2)
+        many = [at.to_bytes(32, "big") for at in range(30)]
+        assert client.store(many, [bytes(4096)] * 30, namespace=small).stored == 30
+    server.signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    victim = next(path for path in files(tmp_path / "a") if large[0].hex() in path.name)
+    content = bytearray(victim.read_bytes())
+    content[5000] ^= 1
+    victim.write_bytes(content)
+    done = command(node, "verify", "--tier", "disk", "--config", str(config), "--json", "--delete")
+    assert done.returncode == 0, done.stderr
+    assert not victim.exists()
 
 
 def test_copy_fills_another_tier_and_a_second_run_copies_only_the_rest(

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("opentelemetry.sdk", reason="traces need OpenTelemetry's SDK")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need its OTLP exporter")
+from lmcache_core.client.client import Client
+from lmcache_testing.embedded import Json
+
+pytest.importorskip("lmcache_otel", reason="traces need the package that makes spans")
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
@@ -25,20 +27,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from lmcache_core import limits, make_settings
-from lmcache_core.client.pages import PageEntry
-from lmcache_core.client.regions import PageGroup, Region
+from lmcache_core import make_settings
+from lmcache_core.client.move.pages import PageEntry
+from lmcache_core.client.move.regions import PageGroup, Region
 from lmcache_core.client.results import Status
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.observe import bus
-from lmcache_core.observe.spans import LOOKUP, SPANS, SpanEnded, SpanExporter, table
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.traceparent import parse_traceparent
-from lmcache_core.server import tracing
 from lmcache_core.server.server import Server
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_otel import limits, tracer
+from lmcache_otel.spans import LOOKUP, SPANS, SpanEnded, SpanExporter, table
+from lmcache_testing.waiting import until
 
 from ..conftest import Node
 
@@ -46,6 +48,9 @@ NBYTES = 65536
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENGINES = f"00-{TRACE}-{SPAN}-01"
 ATTRIBUTES = {each.name: set(each.attributes) for each in SPANS}
+ENDED = SpanEnded(
+    at_s=1.0, type=LOOKUP, trace=1, span=2, parent=0, remote=False, began_s=1.0, ended_s=2.0, attributes={}
+)
 
 
 class OddCollector:
@@ -69,7 +74,7 @@ class OddCollector:
                 odd.redirected += 1
                 odd._answer(self, 200)
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -168,17 +173,17 @@ def odd() -> Iterator[Callable[[str], OddCollector]]:
         yield start
 
 
-def look(node: Node, client: Any, times: int = 20) -> int:
+def look(node: Node, client: Client, times: int = 20) -> int:
     """Look up, which ends a span each; how many."""
     for _ in range(times):
         client.lookup([node.key("nowhere")], namespace=node.namespace)
     return times
 
 
-def fates(client: Any, ended: int) -> dict[str, Any]:
+def fates(client: Client, ended: int) -> Json:
     """What became of the spans once none waits; at each moment the figures add up."""
 
-    def all_known() -> Any:
+    def all_known() -> Json | bool:
         told = client.status()["tracing"]
         assert told["exported"] + told["failed"] + told["waiting"] + told["dropped"] == ended
         return told["waiting"] == 0 and told
@@ -186,53 +191,71 @@ def fates(client: Any, ended: int) -> dict[str, Any]:
     return dict(until(all_known))
 
 
-@pytest.mark.parametrize("how", ["well", "terse", "endless"])
-def test_spans_that_a_collector_took_are_counted_as_exported(
-    node: Node, odd: Callable[[str], OddCollector], how: str
-) -> None:
-    node.serve("--otel.endpoint", odd(how).url)
+def test_spans_that_a_collector_took_are_counted_as_exported(node: Node, odd: Callable[[str], OddCollector]) -> None:
+    node.serve("--otel.endpoint", odd("well").url)
     client = node.client()
     told = fates(client, look(node, client))
-    assert (told["exported"], told["failed"], told["aside"]) == (20, 0, "")
+    assert (told["exported"], told["failed"], told["disabled"]) == (20, 0, "")
+
+
+@pytest.mark.parametrize("how", ["terse", "endless"])
+def test_an_exporter_counts_spans_that_a_collector_took_in_its_own_way_as_exported(
+    odd: Callable[[str], OddCollector], how: str
+) -> None:
+    exporter = SpanExporter(make_settings(otel={"endpoint": odd(how).url}).otel, "server")
+    exporter.hear([ENDED] * 20)
+    exporter.close()
+    assert exporter.fates == (20, 0)
 
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "refuses", "fails", "redirects", "rejects", "hangs_up", "garbage", "half", "drips", "drips_headers",
-        "continues", "silent",
-    ],
-)  # fmt: skip
-def test_spans_that_a_collector_did_not_take_are_counted_as_failed_and_the_next_ones_are_sent(
-    node: Node, odd: Callable[[str], OddCollector], how: str
+    ["refuses", "fails", "redirects", "rejects", "hangs_up", "garbage", "half", "drips", "drips_headers", "continues"],
+)
+def test_an_exporter_counts_spans_that_a_collector_did_not_take_as_failed_and_sends_the_next_ones(
+    odd: Callable[[str], OddCollector], how: str
 ) -> None:
     collector = odd(how)
+    exporter = SpanExporter(make_settings(otel={"endpoint": collector.url, "timeout_s": 0.5}).otel, "server")
+    exporter.hear([ENDED] * 20)
+    assert exporter.fates == (0, 20)
+    collector.how = "well"
+
+    def exports() -> bool:  # half a second may pass on a busy machine
+        exporter.hear([ENDED])
+        return exporter.fates.exported > 0
+
+    until(exports)
+    exporter.close()
+    assert collector.redirected == 0
+
+
+def test_spans_that_a_collector_did_not_take_are_counted_as_failed_and_the_next_ones_are_sent(
+    node: Node, odd: Callable[[str], OddCollector]
+) -> None:
+    collector = odd("silent")
     node.serve("--otel.endpoint", collector.url, "--otel.timeout_s", "1")
     client = node.client()
     ended = look(node, client)
     told = fates(client, ended)
-    assert (told["exported"], told["failed"], told["aside"]) == (0, ended, "")
+    assert (told["exported"], told["failed"], told["disabled"]) == (0, ended, "")
     collector.how = "well"
 
-    def exports() -> Any:  # a whole second may pass on a busy machine
+    def exports() -> object:  # a whole second may pass on a busy machine
         nonlocal ended
         ended += look(node, client)
         return fates(client, ended)["exported"]
 
     assert until(exports)
-    assert collector.redirected == 0
 
 
 def test_of_a_batch_that_a_collector_took_in_part_only_the_rest_has_failed_and_the_log_has_its_words_once(
     odd: Callable[[str], OddCollector], caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = make_settings(otel={"endpoint": odd("rejects_one").url, "timeout_s": limits.OTEL_TIMEOUT_S_MAX}).otel
+    settings = make_settings(otel={"endpoint": odd("rejects_one").url, "timeout_s": limits.TIMEOUT_S_MAX}).otel
     exporter = SpanExporter(settings, "server")
-    span = SpanEnded(
-        at_s=1.0, type=LOOKUP, trace=1, span=2, parent=0, remote=False, began_s=1.0, ended_s=2.0, attributes={}
-    )
     for _ in range(2):
-        exporter.hear([span] * 3)
+        exporter.hear([ENDED] * 3)
     exporter.close()
     assert exporter.fates == (4, 2)
     [said] = [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]
@@ -244,14 +267,14 @@ def test_spans_of_a_batch_that_the_exporter_was_given_up_with_have_failed(
     tmp_path: Path, node: Node, odd: Callable[[str], OddCollector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bus, "SUBSCRIBER_HANG_S", 0.01)
-    otel = {"endpoint": odd("silent").url, "timeout_s": limits.OTEL_TIMEOUT_S_MAX}
+    otel = {"endpoint": odd("silent").url, "timeout_s": limits.TIMEOUT_S_MAX}
     l1 = {"size_bytes": "8MiB", "backing": "memfd"}
     settings = make_settings(name=node.name, runtime_dir=tmp_path, state_dir=tmp_path, l1=l1, otel=otel)
     server = Server(settings, load_plugins()).start()
     try:
         with server.connect() as client:
             ended = look(node, client)
-            until(lambda: client.status()["tracing"]["aside"])
+            until(lambda: client.status()["tracing"]["disabled"])
             ended += look(node, client)
             assert fates(client, ended)["failed"] == ended
     finally:
@@ -278,7 +301,7 @@ class Collector:
         self.spans: list[Any] = []
         self.bodies: list[bytes] = []
         self.headers: list[Any] = []
-        self.resource: dict[str, Any] = {}
+        self.resource: dict[str, object] = {}
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -289,7 +312,7 @@ class Collector:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -300,7 +323,7 @@ class Collector:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def take(self, path: str, headers: Any, body: bytes) -> None:
+    def take(self, path: str, headers: object, body: bytes) -> None:
         assert path == "/v1/traces"
         request = ExportTraceServiceRequest.FromString(body)
         self.bodies.append(body)
@@ -320,7 +343,7 @@ class Collector:
         self._server.server_close()
 
 
-def values(attributes: Any) -> dict[str, Any]:
+def values(attributes: Any) -> Json:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
 
 
@@ -448,13 +471,13 @@ def test_a_collector_that_does_not_answer_holds_nobody_up(node: Node, how: str) 
         while client.status()["tracing"]["failed"] < 2:  # calls go on, whatever becomes of their spans
             assert client.lookup([node.key("nowhere")], namespace=node.namespace).hits == 0
         assert client.lookup(keys, namespace=node.namespace).hits == 4
-        assert client.status()["tracing"]["aside"] == ""
+        assert client.status()["tracing"]["disabled"] == ""
 
 
 def test_spans_beyond_what_may_wait_are_dropped_and_counted(
     tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "SPANS_WAITING_MAX", 20)
+    monkeypatch.setattr(tracer, "SPANS_WAITING_MAX", 20)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
@@ -464,7 +487,7 @@ def test_spans_beyond_what_may_wait_are_dropped_and_counted(
             runtime_dir=tmp_path,
             state_dir=tmp_path,
             l1={"size_bytes": "8MiB", "backing": "memfd"},
-            otel={"endpoint": endpoint, "timeout_s": limits.OTEL_TIMEOUT_S_MAX},
+            otel={"endpoint": endpoint, "timeout_s": limits.TIMEOUT_S_MAX},
         )
         server = Server(settings, load_plugins()).start()
         try:
@@ -488,7 +511,7 @@ def test_a_server_without_a_collector_imports_and_takes_nothing_of_it(node: Node
     assert link.traced(request, ENGINES) is request
     assert client.status()["tracing"] is None
     code = "import sys, lmcache_core.server.server, lmcache_core.client.client\n"
-    code += "sys.exit(any(name.startswith('opentelemetry') or name.endswith('tracing') and 'server' in name"
+    code += "sys.exit(any(name.startswith('opentelemetry') or name.startswith('lmcache_otel')"
     code += " for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -499,7 +522,7 @@ def test_without_the_sdk_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     l1 = {"size_bytes": "8MiB", "backing": "memfd"}
     settings = make_settings(name=node.name, runtime_dir=tmp_path, l1=l1, otel={"endpoint": "http://127.0.0.1:1"})
-    with pytest.raises(SettingsError, match=r"lmcache-core\[otel\]"):
+    with pytest.raises(SettingsError, match="pip install lmcache-otel"):
         Server(settings, load_plugins())
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +15,17 @@ from uuid import uuid4
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.client.stored import StoredKey
+from lmcache_core.client.why.stored import StoredKey
 from lmcache_core.errors import DisconnectedError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, STORED_WAITS_PER_SESSION_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
-from lmcache_core.server import lifeline
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
+
+from ..conftest import Node
 
 pytest.importorskip("lmcache_mock")
 
@@ -46,7 +45,7 @@ class At:
         settings = {"l1": {"size_bytes": "16MiB", "backing": "memfd"}, "drain_s": 0.2, **settings}
         where = {"runtime_dir": str(folder / "run"), "state_dir": str(folder / "state")}
         self.server = stack.enter_context(Server(make_settings(name=f"t{uuid4().hex[:10]}", **where, **settings)))
-        assert self.server.populator.wait(60)
+        assert self.server.parts.populator.wait(60)
         self.stack = stack
         tiering = self.server.tiering
         cold = next((each for each in tiering.tiers if each.name == "cold"), None) if tiering is not None else None
@@ -75,7 +74,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., At]]:
         yield lambda **settings: At(tmp_path, stack, **settings)
 
 
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
     told: list[Any] = []
 
     def run() -> None:
@@ -122,7 +121,7 @@ def test_the_server_holds_its_answer_back_and_nobody_asks_twice(make: Callable[.
     at.faults("store hang")
     at.store(keys("k"))
     asked: list[float] = []
-    waits = at.server.stored_waits
+    waits = at.server.parts.stored_waits
     wait = waits.wait
     at.server.dispatch.handlers[m.WaitStored] = lambda session, request: (
         asked.append(request.wait_s) or wait(session, request)
@@ -211,7 +210,7 @@ def test_the_last_line_counts_what_a_call_that_hangs_had(
     caplog.set_level("INFO", logger="lmcache_core")
     at.client.close()
     at.server.stop()
-    assert "ends; of its objects there are 20 that tier cold does not have" in caplog.text
+    assert "closes; of its objects there are 20 that tier cold does not have" in caplog.text
 
 
 def test_without_a_tier_nothing_is_waited_for(make: Callable[..., At]) -> None:
@@ -293,7 +292,7 @@ def test_a_tier_that_is_removed_is_not_waited_for(make: Callable[..., At]) -> No
     assert told[0][0].tiers == ("warm",)
 
 
-def test_a_server_that_is_killed_meanwhile_ends_the_wait(node: Any) -> None:
+def test_a_server_that_is_killed_meanwhile_ends_the_wait(node: Node) -> None:
     server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store hang", "--l2.cold.deadline_s", "600")
     client, asker = node.client(), node.client()
     key = node.key("k")
@@ -306,7 +305,7 @@ def test_a_server_that_is_killed_meanwhile_ends_the_wait(node: Any) -> None:
 
 
 # --- trouble meanwhile ----------------------------------------------------------------------------------------------
-def test_a_server_that_is_stopped_meanwhile_ends_the_wait_and_is_asked_again_once_it_goes_on(node: Any) -> None:
+def test_a_server_that_is_stopped_meanwhile_ends_the_wait_and_is_asked_again_once_it_goes_on(node: Node) -> None:
     server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store hang", "--l2.cold.deadline_s", "600")
     client, asker = node.client(call_timeout_s=2.0), node.client()  # of that its patience is made
     key = node.key("k")
@@ -324,7 +323,7 @@ def test_a_server_that_is_stopped_meanwhile_ends_the_wait_and_is_asked_again_onc
     finally:
         os.kill(server.pid, signal.SIGCONT)
 
-    def asked() -> Any:
+    def asked() -> list[StoredKey] | None:
         try:
             return client.wait_stored([key], namespace=node.namespace, timeout_s=0.0)
         except DisconnectedError:
@@ -400,7 +399,7 @@ def test_one_that_is_interrupted_leaves_the_client_as_it_was(make: Callable[...,
     assert at.wait(keys("k"))[0].stored
 
 
-def test_a_forked_child_waits_over_a_connection_of_its_own(node: Any) -> None:
+def test_a_forked_child_waits_over_a_connection_of_its_own(node: Node) -> None:
     node.serve("--l2.cold.type", "mock", "--l2.cold.deadline_s", "600")
     client = node.client()
     key = node.key("k")
@@ -427,7 +426,7 @@ def test_asked_again_after_its_namespace_was_forgotten_it_waits_no_longer_than_i
     at.faults("store hang")
     at.store(keys("k"))
     asked: list[float] = []
-    waits = at.server.stored_waits
+    waits = at.server.parts.stored_waits
 
     def forgets(session: Any, request: m.WaitStored) -> Any:
         asked.append(request.wait_s)
@@ -451,7 +450,7 @@ def test_calls_that_wait_are_bounded_for_each_session(make: Callable[..., At]) -
     at.faults("store hang")
     at.store(keys("k"))
     link = at.client.links.current()
-    ask = lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 600.0)  # noqa: E731
+    ask = m.WaitStored(0, NS.id, keys("k")[0], 600.0)
     waiting = [link.channel.start(ask, None, 60.0) for _ in range(STORED_WAITS_PER_SESSION_MAX)]
     with pytest.raises(LimitError, match=f"{STORED_WAITS_PER_SESSION_MAX} calls of this session wait for stores"):
         link.channel.call(ask)
@@ -471,35 +470,9 @@ def test_a_session_that_ends_leaves_no_wait_behind(make: Callable[..., At]) -> N
     at.store(keys("k"))
     other = at.another()
     other.register_layout(NS)
-    other.links.current().channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 0.05), None, 60.0)
+    other.links.current().channel.start(m.WaitStored(0, NS.id, keys("k")[0], 0.05), None, 60.0)
     other.close()
     until(lambda: at.client.status()["stored_waits"] == 0, "the end of its wait")
-
-
-def test_a_caller_that_is_dropped_as_it_does_not_read_takes_its_other_waits_with_it_and_nothing_else(
-    make: Callable[..., At], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first answer that it does not read ends its session, in the midst of a look at all that wait."""
-    at = make(l2={"cold": NEVER_LATE})
-    at.faults("store hang")
-    at.store(keys("k"))
-    other = at.stack.enter_context(at.server.connect("other", maps_pool=False))
-    other.register_layout(NS)
-    channel = other.links.current().channel
-    for _ in range(3):
-        channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 600.0), None, 600.0)
-    until(lambda: at.client.status()["stored_waits"] == 3, "three calls that wait")
-    (peer,) = [each.peer for each in at.server.sessions._by_id.values() if each.name == "other"]
-    monkeypatch.setattr(lifeline, "SEND_QUEUE_FRAMES_MAX", 1 << 20)
-    while not peer.waiting:  # until there is no room on the way to it
-        channel.start(m.Noop, None, 600.0)
-    until(lambda: fcntl.ioctl(peer._sock, termios.FIONREAD, bytes(4)) == bytes(4), "the last of them to be read")
-    at.client.noop()  # and answered
-    monkeypatch.setattr(lifeline, "SEND_QUEUE_FRAMES_MAX", 0)
-    at.faults()
-    until(lambda: at.client.status()["stored_waits"] == 0, "the end of its waits")
-    assert at.server.shares.stored_waits.taken == 0
-    assert at.server.loop.faults == 0
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), float("-inf"), "5", None])

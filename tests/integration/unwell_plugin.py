@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lmcache_core import ComponentSpec, Kind, hookimpl
 from lmcache_core.kernel.contracts import Entry
@@ -19,7 +18,7 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.server.companion import Companion, CompanionContext
 from lmcache_core.settings.model import Section
 
-STUCK = 60  # subscribers: each is put aside after five seconds, and a bus is full for as long as one is left
+STUCK = 60  # subscribers: each is disabled after five seconds, and a bus is full for as long as one is left
 
 
 class StuckSettings(Section):
@@ -63,7 +62,7 @@ class Brittle(Companion):
         del context
         self._says = settings.says
 
-    def offers(self) -> dict[str, Any]:
+    def offers(self) -> dict[str, object]:
         return {}
 
     def committed(self, objects: Sequence[Incarnation]) -> None:
@@ -72,7 +71,7 @@ class Brittle(Companion):
     def left(self, objects: Sequence[Incarnation]) -> None:
         pass
 
-    def operate(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def operate(self, operation: str, arguments: Mapping[str, object]) -> dict[str, object]:
         raise RuntimeError(self._says)
 
     def abandon(self) -> None:

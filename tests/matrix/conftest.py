@@ -14,9 +14,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matrix_world import World
+    from services.moto import S3Service
+    from services.proxy import Proxies
+    from services.service import Service
 
 # The services are a package beside this file, and pytest's importlib mode puts no test folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +35,7 @@ _FRONT = Path(__file__).parents[2] / "plugins" / "lmcache-s3" / "tests" / "s3_fr
 # backend → (module, class). A module is imported when its backend is used: not everybody has boto3.
 BACKENDS = {
     "disk": ("services.disk", "Disk"),
+    "block": ("services.block", "Block"),
     "redis": ("services.redis_standalone", "RedisStandalone"),
     "redis-tls": ("services.redis_tls", "RedisTls"),
     "redis-sentinel": ("services.redis_sentinel", "RedisSentinel"),
@@ -55,14 +64,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("service", chosen, indirect=True, scope="session")
 
 
-def load_service(name: str) -> Any:
+def load_service(name: str) -> type[Any]:
     """The class of a backend's service."""
     module, attribute = BACKENDS[name]
     return getattr(importlib.import_module(module), attribute)
 
 
 @pytest.fixture(scope="session")
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A healthy service, shared by the session's tests: tests use keys of their own."""
     from services.service import ServiceError
 
@@ -93,7 +102,7 @@ def label(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def world(node: Any, service: Any, label: str) -> Iterator[Callable[..., Any]]:
+def world(node: Any, service: Service, label: str) -> Iterator[Callable[..., World]]:
     """Makes a server on the service, and a client; in the end nothing may be held."""
     from matrix_world import TIER, TIER_DEADLINE_S, World
 
@@ -113,7 +122,7 @@ def world(node: Any, service: Any, label: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def proxies(service: Any) -> Iterator[Any]:
+def proxies(service: Service) -> Iterator[Proxies]:
     """Proxies in front of the service that behave, until they are told not to."""
     found = service.through() if service.ours else None
     if found is None:
@@ -125,7 +134,7 @@ def proxies(service: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def front_module() -> Any:
+def front_module() -> ModuleType:
     """See `_FRONT`."""
     spec = importlib.util.spec_from_file_location("s3_front", _FRONT)
     assert spec is not None
@@ -136,7 +145,7 @@ def front_module() -> Any:
 
 
 @pytest.fixture
-def front(service: Any, front_module: Any) -> Iterator[Any]:
+def front(service: S3Service, front_module: ModuleType) -> Iterator[Any]:
     front = front_module.Front(service.endpoint)
     yield front
     front.close()

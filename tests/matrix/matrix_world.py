@@ -12,6 +12,7 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
 
 KEYS = 16
 NBYTES = 256 << 10
@@ -44,13 +45,13 @@ class World:
     def content(self, number: int) -> bytes:
         return hashlib.shake_256(f"{self._label} content {number}".encode()).digest(4096) * (self._nbytes // 4096)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         return self.client.status()
 
     @property
-    def tier(self) -> dict[str, Any]:
+    def tier(self) -> Json:
         """The tier's part of the status."""
-        tiers: list[dict[str, Any]] = self.status()["tiers"]["tiers"]
+        tiers: list[Json] = self.status()["tiers"]["tiers"]
         (tier,) = tiers
         return tier
 
@@ -103,9 +104,9 @@ class World:
 
     def account(self) -> None:
         """Nothing is held for ever: no lease, no quarantined slot, no error of our own."""
-        until(self.quiet, "quiet")
         self.client.end_session()
         self.client.clear()
+        until(self.quiet, "quiet")  # cleared first: a tier that takes nothing is owed its objects for ever
 
         def nothing_held() -> bool:
             l1 = self.status()["l1"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, StoreItem
 from lmcache_core.tiers.tier.parallel import adapter_context
 
+if TYPE_CHECKING:
+    from services.moto import S3Service
 
-def build(service: Any, **more: object) -> L2Adapter:
+
+def build(service: S3Service, **more: object) -> L2Adapter:
     settings = {**service.adapter_settings(), **more}
     adapter = load_plugins().build(Kind.L2_ADAPTER, "s3", settings, adapter_context("cold", 4))
     assert isinstance(adapter, L2Adapter)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.testing import L2AdapterContract
 from lmcache_core.tiers.contract import L2Adapter
 from lmcache_core.tiers.tier.parallel import adapter_context
+from lmcache_testing import L2AdapterContract
+
+if TYPE_CHECKING:
+    from services.service import Service
 
 
 class TestTheKit(L2AdapterContract):
@@ -20,14 +23,14 @@ class TestTheKit(L2AdapterContract):
     quick_scan_pages_objects = 60  # some services take 10 ms to store one
 
     @pytest.fixture
-    def corner(self, service: Any, label: str) -> dict[str, object]:
+    def corner(self, service: Service, label: str) -> dict[str, object]:
         settings: dict[str, object] | None = service.corner(label)
         if settings is None:
             pytest.skip(f"the tests of {service.name}'s own package apply the kit to it")
         return settings
 
     @pytest.fixture
-    def reopen(self, service: Any, corner: dict[str, object]) -> Callable[[], L2Adapter]:
+    def reopen(self, service: Service, corner: dict[str, object]) -> Callable[[], L2Adapter]:
         registry = load_plugins()
 
         def make(**more: object) -> L2Adapter:
@@ -44,15 +47,17 @@ class TestTheKit(L2AdapterContract):
             yield adapter
 
     @pytest.fixture
-    def backdoor(self, service: Any, corner: dict[str, object]) -> Any:
+    def backdoor(self, service: Service, corner: dict[str, object]) -> Any:
         return service.backdoor(corner)
 
     @pytest.fixture
-    def expire(self, service: Any, corner: dict[str, object]) -> Any:
+    def expire(self, service: Service, corner: dict[str, object]) -> Any:
         return service.expire(corner)
 
     @pytest.fixture
-    def small_adapter(self, service: Any, label: str, reopen: Callable[..., L2Adapter]) -> Iterator[L2Adapter | None]:
+    def small_adapter(
+        self, service: Service, label: str, reopen: Callable[..., L2Adapter]
+    ) -> Iterator[L2Adapter | None]:
         if not service.ours:
             pytest.skip("a service of your own is not filled")
         with service.small() as possible:
@@ -63,5 +68,5 @@ class TestTheKit(L2AdapterContract):
                 yield adapter
 
     @pytest.fixture
-    def hang(self, service: Any) -> Any:
+    def hang(self, service: Service) -> Any:
         return service.hang()

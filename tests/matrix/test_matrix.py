@@ -10,10 +10,16 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from matrix_world import KEYS, TIER, World, until
+
+from ..conftest import Node
+
+if TYPE_CHECKING:
+    from services.proxy import Proxies
+    from services.service import Service
 
 Make = Callable[..., World]
 
@@ -28,8 +34,10 @@ def test_what_left_l1_comes_back_from_the_tier(world: Make, nbytes: int, count: 
 
 
 def test_another_server_finds_what_the_first_stored(
-    world: Make, node: Any, service: Any, label: str, tmp_path: Path
+    world: Make, node: Node, service: Service, label: str, tmp_path: Path
 ) -> None:
+    if not service.shared:
+        pytest.skip(f"one server at a time uses {service.name}")
     here = world()
     numbers = here.stored_and_forgotten(0)
     with ExitStack() as stack:
@@ -54,7 +62,7 @@ def test_a_cleared_namespace_stays_cleared(world: Make) -> None:
 
 
 @pytest.mark.parametrize("fault", ["delay", "reset", "truncate", "black hole"])
-def test_a_bad_line_gives_misses_and_recovers(world: Make, proxies: Any, fault: str) -> None:
+def test_a_bad_line_gives_misses_and_recovers(world: Make, proxies: Proxies, fault: str) -> None:
     here = world(proxies.settings)
     numbers = here.stored_and_forgotten(0)
     if fault == "delay":
@@ -78,7 +86,7 @@ def test_a_bad_line_gives_misses_and_recovers(world: Make, proxies: Any, fault: 
     here.account()
 
 
-def test_a_line_that_breaks_under_load_never_gives_wrong_bytes(world: Make, proxies: Any) -> None:
+def test_a_line_that_breaks_under_load_never_gives_wrong_bytes(world: Make, proxies: Proxies) -> None:
     here = world(proxies.settings)
     numbers = here.stored_and_forgotten(0)
     for turn in range(6):
@@ -93,7 +101,7 @@ def test_a_line_that_breaks_under_load_never_gives_wrong_bytes(world: Make, prox
 # --- a service that dies ------------------------------------------------------------------------------------
 
 
-def test_a_service_killed_in_the_middle_of_a_batch_is_used_again_once_it_is_back(world: Make, service: Any) -> None:
+def test_a_service_killed_in_the_middle_of_a_batch_is_used_again_once_it_is_back(world: Make, service: Service) -> None:
     if not service.restartable or not service.ours:
         pytest.skip(f"{service.name} cannot be killed and started again")
     here = world()
@@ -136,7 +144,7 @@ SECRET_SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-def test_no_secret_is_told_anywhere(world: Make, node: Any, service: Any) -> None:
+def test_no_secret_appears_in_output_logs_or_status(world: Make, node: Any, service: Service) -> None:
     if service.tier_type not in SECRET_SETTINGS:
         pytest.skip(f"{service.name} has no secret")
     secrets = {*service.secrets(), SECRET, QUOTED}

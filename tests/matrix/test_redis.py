@@ -7,10 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from matrix_world import KEYS, TIER, World, until
+
+if TYPE_CHECKING:
+    from services.redis_standalone import RedisService
 
 redis = pytest.importorskip("redis")  # other backends have no need of it
 
@@ -20,7 +23,7 @@ FAILING_OVER = ("redis-sentinel", "redis-cluster")
 
 
 @pytest.fixture(autouse=True)
-def _only_ours(service: Any) -> None:
+def _only_ours(service: RedisService) -> None:
     if not service.ours:
         pytest.skip("these tests stop and configure the service: not with one of your own")
 
@@ -40,7 +43,7 @@ def configured(door: redis.Redis, **values: object) -> Iterator[None]:
 
 
 @pytest.mark.backends(*FAILING_OVER)
-def test_a_primary_killed_under_load_is_replaced_and_hits_come_back(world: Make, service: Any) -> None:
+def test_a_primary_killed_under_load_is_replaced_and_hits_come_back(world: Make, service: RedisService) -> None:
     here = world()
     numbers = here.stored_and_forgotten(0)
     stop = threading.Event()
@@ -73,7 +76,7 @@ def test_a_primary_killed_under_load_is_replaced_and_hits_come_back(world: Make,
 
 
 @pytest.mark.backends("redis-cluster")
-def test_slots_that_move_are_followed(world: Make, service: Any) -> None:
+def test_slots_that_move_are_followed(world: Make, service: RedisService) -> None:
     """MOVED, and ASK while a slot is on its way."""
     here = world()
     numbers = here.stored_and_forgotten(0)
@@ -101,7 +104,7 @@ def test_slots_that_move_are_followed(world: Make, service: Any) -> None:
 
 
 @pytest.mark.backends(*ONE_PORT)
-def test_paused_clients_are_late_and_then_served(world: Make, service: Any) -> None:
+def test_paused_clients_are_late_and_then_served(world: Make, service: RedisService) -> None:
     here = world()
     numbers = here.stored_and_forgotten(0)
     with service.door() as door:
@@ -112,7 +115,7 @@ def test_paused_clients_are_late_and_then_served(world: Make, service: Any) -> N
 
 
 @pytest.mark.backends(*ONE_PORT)
-def test_a_server_that_stands_still_is_given_up_in_time(world: Make, service: Any) -> None:
+def test_a_server_that_stands_still_is_given_up_in_time(world: Make, service: RedisService) -> None:
     here = world()
     numbers = here.stored_and_forgotten(0)
     service.server.daemon.signal(signal.SIGSTOP)
@@ -127,7 +130,7 @@ def test_a_server_that_stands_still_is_given_up_in_time(world: Make, service: An
 
 
 @pytest.mark.backends(*ONE_PORT)
-def test_what_the_server_evicts_is_a_miss(world: Make, service: Any) -> None:
+def test_what_the_server_evicts_is_a_miss(world: Make, service: RedisService) -> None:
     here = world()
     with service.door() as door:
         before = set(door.scan_iter(match="lmcache:*"))
@@ -152,7 +155,7 @@ def test_what_the_server_evicts_is_a_miss(world: Make, service: Any) -> None:
 
 
 @pytest.mark.backends(*ONE_PORT)
-def test_a_full_server_stores_nothing_and_says_the_cure(world: Make, service: Any) -> None:
+def test_a_full_server_stores_nothing_and_says_the_cure(world: Make, service: RedisService) -> None:
     here = world()
     numbers = here.stored_and_forgotten(0)
     with service.door() as door:
@@ -167,7 +170,7 @@ def test_a_full_server_stores_nothing_and_says_the_cure(world: Make, service: An
 
 @pytest.mark.backends("redis-tls")
 @pytest.mark.parametrize("wrong", ["password", "ca", "user"])
-def test_a_refused_login_is_said_and_mended_at_the_server(world: Make, service: Any, wrong: str) -> None:
+def test_a_refused_login_is_said_and_mended_at_the_server(world: Make, service: RedisService, wrong: str) -> None:
     settings = service.adapter_settings()
     value = {"password": "guessed", "ca": service.certificates.other_ca, "user": "nobody"}[wrong]
     settings[{"password": "password", "ca": "tls_ca", "user": "username"}[wrong]] = value
@@ -189,7 +192,7 @@ def test_a_refused_login_is_said_and_mended_at_the_server(world: Make, service: 
 
 
 @pytest.mark.backends("redis-tls")
-def test_a_user_without_a_command_is_told_which_rights_are_needed(world: Make, service: Any) -> None:
+def test_a_user_without_a_command_is_told_which_rights_are_needed(world: Make, service: RedisService) -> None:
     here = world()
     user = service.adapter_settings()["username"]
     with service.door() as door:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from matrix_world import KEYS, World, until
@@ -14,22 +14,27 @@ from s3_calls import build, load, store
 
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.contract import Result
 from lmcache_core.tiers.tier.parallel import adapter_context
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from services.moto import S3Service
 
 Make = Callable[..., World]
 S3 = ("s3-moto", "s3-radosgw")
 
 
 @pytest.fixture(autouse=True)
-def _only_s3(service: Any) -> None:
+def _only_s3(service: S3Service) -> None:
     if service.name not in S3 or not service.ours:
         pytest.skip("these tests are for an S3 service of ours")
 
 
 @pytest.mark.parametrize("transport", ["direct", "plain"])
 def test_a_missing_bucket_is_said_with_the_cure_and_used_once_it_is_there(
-    service: Any, label: str, transport: str
+    service: S3Service, label: str, transport: str
 ) -> None:
     bucket = f"late-{label[-8:]}-{transport}"
     with build(service, bucket=bucket, transport=transport) as adapter:
@@ -41,10 +46,11 @@ def test_a_missing_bucket_is_said_with_the_cure_and_used_once_it_is_there(
             adapter.exists([b"key"], time.monotonic() + 30)
         service.boto().create_bucket(Bucket=bucket)
         assert store(adapter, b"key").result is Result.DONE
-        assert load(adapter, b"key", 7000) == (Outcome(Result.DONE, 7000), b"content" * 1000)
+        loaded, content = load(adapter, b"key", 7000)
+        assert (loaded.result, loaded.nbytes, content) == (Result.DONE, 7000, b"content" * 1000)
 
 
-def test_a_wrong_secret_is_said_with_the_cure(service: Any) -> None:
+def test_a_wrong_secret_is_said_with_the_cure(service: S3Service) -> None:
     if service.name != "s3-radosgw":
         pytest.skip("moto checks no signature")
     for transport in ("direct", "plain"):
@@ -60,7 +66,7 @@ def test_a_wrong_secret_is_said_with_the_cure(service: Any) -> None:
 
 
 def test_credentials_that_are_mended_in_their_file_are_used_without_a_restart(
-    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
+    service: S3Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
 ) -> None:
     if service.name != "s3-radosgw":
         pytest.skip("moto checks no signature")
@@ -89,8 +95,8 @@ def test_credentials_that_are_mended_in_their_file_are_used_without_a_restart(
         (301, "PermanentRedirect", "set l2."),
     ],
 )
-def test_a_service_that_refuses_is_said_with_the_cure_and_used_again(
-    world: Make, service: Any, front: Any, front_module: Any, status: int, code: str, cure: str
+def test_a_refusing_service_is_reported_with_its_cure_and_used_again(
+    world: Make, service: S3Service, front: Any, front_module: ModuleType, status: int, code: str, cure: str
 ) -> None:
     here = world({**service.adapter_settings(), "endpoint_url": front.url})
     numbers = here.stored_and_forgotten(0)
@@ -105,7 +111,7 @@ def test_a_service_that_refuses_is_said_with_the_cure_and_used_again(
 
 
 def test_a_clock_that_is_wrong_is_refused_by_the_gateway_and_said(
-    service: Any, monkeypatch: pytest.MonkeyPatch
+    service: S3Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if service.name != "s3-radosgw":
         pytest.skip("moto checks no signature")

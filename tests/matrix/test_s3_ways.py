@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from matrix_world import until
@@ -15,6 +15,11 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.tiers.contract import L2Adapter, Result
 from lmcache_core.tiers.tier.parallel import adapter_context
 
+if TYPE_CHECKING:
+    from services.certificates import Certificates
+    from services.forwarders import ConnectProxy, TlsFront
+    from services.moto import S3Service
+
 S3 = ("s3-moto", "s3-radosgw")
 CONTENT = b"content" * 1000
 PROXY_USER, PROXY_PASSWORD = "proxy-user", "proxy/password@that:nobody may see"
@@ -23,7 +28,7 @@ pytestmark = [pytest.mark.backends(*S3)]
 
 
 @pytest.fixture(autouse=True)
-def _a_clean_environment(service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _a_clean_environment(service: S3Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the user's own way to AWS."""
     if not service.ours:
         pytest.skip("these tests stand things in front of the service: not with one of your own")
@@ -36,14 +41,14 @@ def _a_clean_environment(service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     from services.certificates import Certificates
 
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
-def tls(service: Any, certificates: Any) -> Iterator[Any]:
+def tls(service: S3Service, certificates: Certificates) -> Iterator[TlsFront]:
     """TLS in front of the service."""
     from services.forwarders import TlsFront
 
@@ -53,7 +58,7 @@ def tls(service: Any, certificates: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def connect_proxy() -> Iterator[Any]:
+def connect_proxy() -> Iterator[ConnectProxy]:
     from services.forwarders import ConnectProxy
 
     proxy = ConnectProxy(PROXY_USER, PROXY_PASSWORD)
@@ -61,7 +66,7 @@ def connect_proxy() -> Iterator[Any]:
     proxy.stop()
 
 
-def without_keys(service: Any, **more: object) -> L2Adapter:
+def without_keys(service: S3Service, **more: object) -> L2Adapter:
     """An adapter that has to find its credentials by itself."""
     given = {name: value for name, value in service.adapter_settings().items() if "access_key" not in name}
     adapter = load_plugins().build(Kind.L2_ADAPTER, "s3", {**given, **more}, adapter_context("cold", 4))
@@ -82,7 +87,12 @@ def assert_serves(adapter: L2Adapter, label: str, nbytes: int = 3 << 20) -> None
 
 @BOTH
 def test_tls_with_a_ca_of_ones_own(
-    service: Any, tls: Any, certificates: Any, label: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    service: S3Service,
+    tls: TlsFront,
+    certificates: Certificates,
+    label: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with build(service, endpoint_url=tls.url, ca_bundle=certificates.ca, transport=transport) as adapter:
         assert_serves(adapter, label)
@@ -93,7 +103,7 @@ def test_tls_with_a_ca_of_ones_own(
 
 @BOTH
 def test_a_wrong_ca_is_refused_with_the_cure(
-    service: Any, tls: Any, certificates: Any, label: str, transport: str
+    service: S3Service, tls: TlsFront, certificates: Certificates, label: str, transport: str
 ) -> None:
     for trusted in ({"ca_bundle": certificates.other_ca}, {}):
         with build(service, endpoint_url=tls.url, transport=transport, **trusted) as adapter:
@@ -103,7 +113,7 @@ def test_a_wrong_ca_is_refused_with_the_cure(
             assert not refused.retryable, "another try meets the same certificate"
 
 
-def test_tls_may_be_trusted_blindly_if_one_says_so(service: Any, tls: Any, label: str) -> None:
+def test_tls_may_be_trusted_blindly_if_one_says_so(service: S3Service, tls: TlsFront, label: str) -> None:
     with build(service, endpoint_url=tls.url, verify_tls=False) as adapter:
         assert_serves(adapter, label)
 
@@ -114,10 +124,10 @@ def test_tls_may_be_trusted_blindly_if_one_says_so(service: Any, tls: Any, label
 @BOTH
 @pytest.mark.parametrize("by", ["setting", "environment"])
 def test_a_proxy_is_asked_for_a_tunnel(
-    service: Any,
-    tls: Any,
-    certificates: Any,
-    connect_proxy: Any,
+    service: S3Service,
+    tls: TlsFront,
+    certificates: Certificates,
+    connect_proxy: ConnectProxy,
     label: str,
     transport: str,
     by: str,
@@ -140,7 +150,12 @@ def test_a_proxy_is_asked_for_a_tunnel(
 
 @BOTH
 def test_a_proxy_that_refuses_is_said_without_its_password(
-    service: Any, tls: Any, certificates: Any, connect_proxy: Any, label: str, transport: str
+    service: S3Service,
+    tls: TlsFront,
+    certificates: Certificates,
+    connect_proxy: ConnectProxy,
+    label: str,
+    transport: str,
 ) -> None:
     url = f"http://{PROXY_USER}:guessed-and-secret@127.0.0.1:{connect_proxy.port}"
     with build(service, endpoint_url=tls.url, ca_bundle=certificates.ca, proxy=url, transport=transport) as adapter:
@@ -157,7 +172,7 @@ def test_a_proxy_that_refuses_is_said_without_its_password(
 @BOTH
 @pytest.mark.parametrize("by", ["setting", "environment"])
 def test_a_profile_gives_keys_and_region(
-    service: Any, tmp_path: Path, label: str, transport: str, by: str, monkeypatch: pytest.MonkeyPatch
+    service: S3Service, tmp_path: Path, label: str, transport: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = f"aws_access_key_id = {service.access_key}\naws_secret_access_key = {service.secret_key}\n"
     (tmp_path / "credentials").write_text(
@@ -176,7 +191,7 @@ def test_a_profile_gives_keys_and_region(
 
 @BOTH
 def test_a_web_identity_is_exchanged_for_credentials(
-    service: Any, front: Any, tmp_path: Path, label: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    service: S3Service, front: Any, tmp_path: Path, label: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a pod with a service account has it: a token in a file, and a role."""
     if service.name != "s3-moto":
@@ -195,7 +210,7 @@ def test_a_web_identity_is_exchanged_for_credentials(
 
 
 def test_a_key_that_is_withdrawn_is_said_and_the_next_one_is_taken_from_its_file(
-    service: Any, tmp_path: Path, label: str
+    service: S3Service, tmp_path: Path, label: str
 ) -> None:
     if service.name != "s3-radosgw":
         pytest.skip("moto checks no signature")

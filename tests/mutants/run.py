@@ -43,12 +43,12 @@ TARGETS: dict[str, Sequence[str]] = {
     "kernel/residents.py": ["kernel/test_leases.py", "kernel/test_eviction.py", "kernel/test_faults.py",
                             "kernel/test_clearing.py"],
     "kernel/leases.py": ["kernel/test_leases.py"],
-    "client/occupancy.py": ["client/test_life.py", "client/test_fence.py", "client/test_loose_ends.py"],
-    "client/leases.py": ["client/test_optimistic.py", "client/test_life.py", "client/test_fence.py",
+    "client/link/occupancy.py": ["client/test_life.py", "client/test_fence.py", "client/test_loose_ends.py"],
+    "client/move/leases.py": ["client/test_optimistic.py", "client/test_life.py", "client/test_fence.py",
                          "client/test_promises.py", "client/test_hits.py", "client/test_loose_ends.py"],
-    "server/sessions.py": ["server/test_sessions.py", "server/test_session_states.py", "server/test_carriers.py",
-                           "server/test_shares.py"],
-    "server/shares.py": ["server/test_shares.py"],
+    "server/peers/session_table.py": ["server/test_sessions.py", "server/test_session_states.py",
+                                      "server/test_carriers.py", "server/test_shares.py"],
+    "server/peers/shares.py": ["server/test_shares.py"],
 }  # fmt: skip
 # adapter → its package, and the classes that put it under the kit
 _FS = "tests/conformance/test_adapters.py"
@@ -183,7 +183,7 @@ def _shown(node: ast.AST) -> str:
 
 # What every run imports, once for all of them: it takes longer than most tests.
 PRELOADED = ["hypothesis", "hypothesis.stateful", "msgspec", "pluggy", "pydantic", "pytest", "xxhash", "zmq"]
-PRELOADED_FOR_ADAPTERS = ["lmcache_core.testing", "lmcache_core.testing.adapter", "lmcache_core.tiers.tier.parallel"]
+PRELOADED_FOR_ADAPTERS = ["lmcache_testing", "lmcache_testing.adapter", "lmcache_core.tiers.tier.parallel"]
 
 
 def _run_tests(path: list[str], more: dict[str, str], arguments: list[str]) -> None:

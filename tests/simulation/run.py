@@ -25,9 +25,10 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import sim_world
+
+from lmcache_core.pool.segment import Segment
 
 if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # a seed is a schedule in every process
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
@@ -92,7 +93,7 @@ class Schedule:
         world.on_step = self._strike
         try:
             self.server.start()
-            promises: list[Any] = []
+            promises: list[object] = []
             threads = sorted({(step.client, step.thread) for step in self.plan if not step.at_step})
             for client, thread in threads:
                 node = self.clients[client]
@@ -165,14 +166,14 @@ class Schedule:
         assert server is not None
         until, over_s = world.now + 3.5, world.now + OVER_S  # what is under way arrives; a promise lasts longer
         # A lookup that waits for a tier holds what it has found, and says so with its answer.
-        world.run(lambda: world.now > until and (not server.lookups.under_way or world.now > over_s))
+        world.run(lambda: world.now > until and (not server.parts.lookups.under_way or world.now > over_s))
         for node in self.clients:  # an answer that nobody waited for is found by the next call
             if node.client is not None:
                 world.start(f"{node.name}.call", node, Actor(world, self.shadow, node, []).call)
         world.run(lambda: world.all_done)
         until = world.now + 0.5
         world.run(lambda: world.now > until)
-        open_ = [lease.id for lease in server.kernel.leases.by_id.values() if lease.kind is LeaseKind.PROMISE]
+        open_ = [lease.id for lease in server.parts.kernel.leases.by_id.values() if lease.kind is LeaseKind.PROMISE]
         untold = [promise for promise in open_ if promise not in self.shadow.told]
         if untold:
             raise Broken(f"{len(untold)} promises are open that nobody was told of")
@@ -181,9 +182,9 @@ class Schedule:
         """What anybody holds that must be free once everybody is gone."""
         server = self.server.server
         assert server is not None
-        usage = server.kernel.usage()
+        usage = server.parts.kernel.usage()
         held = {
-            "sessions of the server": len(server.sessions),
+            "sessions of the server": len(server.parts.sessions),
             "sessions of the kernel": usage.sessions,
             "leases": sum(usage.leases_by_kind.values()),
             "bytes in quarantine": sum(usage.quarantine_by_holder.values()),
@@ -191,8 +192,8 @@ class Schedule:
             "bytes that are kept from eviction": sum(
                 each.promised_bytes + each.read_bytes for each in usage.holders.values()
             ),
-            "worker rows": sum(server.segment.tables.row_claimed(row) for row in range(64)),
-            "lookups under way": server.lookups.under_way,
+            "worker rows": sum(server.parts.segment.tables.row_claimed(row) for row in range(64)),
+            "lookups under way": server.parts.lookups.under_way,
             "threads inside slots": self.shadow.inside,
             "peers that were turned away": server.dispatch.counters["refused_peers"],
             "faults of the loop": server.dispatch.counters["internal_errors"],
@@ -209,10 +210,10 @@ class Schedule:
                 "at the end somebody still holds " + ", ".join(f"{count} {what}" for what, count in left.items())
             )
         self.server.check_tenants()
-        server.kernel.clear(self.world.now)
-        server.l1.apply()
-        if server.kernel.usage().used_bytes:
-            raise Broken(f"{server.kernel.usage().used_bytes} bytes are left in an empty pool")
+        server.parts.kernel.clear(self.world.now)
+        server.parts.l1.apply()
+        if server.parts.kernel.usage().used_bytes:
+            raise Broken(f"{server.parts.kernel.usage().used_bytes} bytes are left in an empty pool")
 
     def _unwind(self) -> None:
         """End every thread, and close what stands for the operating system."""
@@ -315,7 +316,7 @@ def _watch_life_locks() -> None:
     """A life lock belongs to the simulated process that takes it, and ends with it."""
     acquire: Callable[..., LifeLock] = LifeLock.acquire.__func__  # type: ignore[attr-defined]
 
-    def acquired(cls: type[LifeLock], segment: Any, row: int) -> LifeLock:
+    def acquired(cls: type[LifeLock], segment: Segment, row: int) -> LifeLock:
         lock = acquire(cls, segment, row)
         task = None if sim_world.world is None else sim_world.world.task
         if task is not None:

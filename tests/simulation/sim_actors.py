@@ -16,18 +16,19 @@ from sim_nodes import ClientNode
 from sim_shadow import NAMESPACES, OBJECT_BYTES, Place, Shadow
 from sim_world import Broken, Task, World
 
-import lmcache_core.client.client as client_module
-import lmcache_core.client.retrieving as retrieving_module
+import lmcache_core.client.move.leases as leases_module
+import lmcache_core.client.move.retrieving as retrieving_module
 from lmcache_core.client.client import Client
-from lmcache_core.client.hits import Hits
-from lmcache_core.client.lookups import ClientLookups, LookupHandle
+from lmcache_core.client.find.hits import Hits
+from lmcache_core.client.find.lookups import ClientLookups, LookupHandle
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import Status
-from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.pool.layout import Layout
 
 KEYS = 18
 RESTART_S = 0.15  # no server comes up sooner: a client that only hits has noticed the end of the former one by then
-ENDED = (DisconnectedError, LeaseExpiredError, ClearedError)
+ENDED = (DisconnectedError, LeaseExpiredError)
 
 
 def key(number: int) -> bytes:
@@ -469,9 +470,9 @@ OPERATIONS: dict[str, Callable[[Actor], None]] = {
 
 def watch_copies(shadow: Callable[[], Shadow]) -> None:
     """Let whole operations copy in two halves, and the shadow know of it."""
-    copy_in, copy_out = client_module.copy_in, retrieving_module.copy_out
+    copy_in, copy_out = leases_module.copy_in, retrieving_module.copy_out
 
-    def slow_in(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> bytes:
+    def slow_in(base: int, slots: Any, found: Any, layout: Layout, **options: Any) -> bytes:
         task, chosen = _task(), list(slots)
         places: list[Place] = []
         complete = False
@@ -492,7 +493,7 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
                     shadow().end_write(task, place, complete=complete)
         return checksums
 
-    def slow_out(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> array[int]:
+    def slow_out(base: int, slots: Any, found: Any, layout: Layout, **options: Any) -> array[int]:
         task, chosen = _task(), list(slots)
         places = [shadow().begin_read(task, base + offset) for _, offset in chosen]
         try:
@@ -505,7 +506,7 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
                 shadow().end_read(task, place)
         return checksums
 
-    client_module.copy_in, retrieving_module.copy_out = slow_in, slow_out
+    leases_module.copy_in, retrieving_module.copy_out = slow_in, slow_out
 
 
 def _dawdle(task: Task) -> None:
@@ -523,7 +524,7 @@ def watch_waits() -> None:
 
 
 def _quick(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def quickly(*arguments: Any, **options: Any) -> Any:
+    def quickly(*arguments: object, **options: object) -> object:
         task = _task()
         task.quick = what
         try:

@@ -8,10 +8,10 @@ from typing import Any
 
 import sim_tier_faults
 
-from lmcache_core.client import leases as client_leases
-from lmcache_core.client.link import Link
-from lmcache_core.client.links import Links
-from lmcache_core.client.occupancy import Holding, Occupancy
+from lmcache_core.client.link.link import Link
+from lmcache_core.client.link.occupancy import Holding, Occupancy
+from lmcache_core.client.link.reconnecting import Links
+from lmcache_core.client.move import leases as client_leases
 from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.adoption import Adoption
@@ -20,21 +20,22 @@ from lmcache_core.kernel.endings import Endings
 from lmcache_core.kernel.leases import KernelLease, LeaseBook
 from lmcache_core.kernel.reading import Reading
 from lmcache_core.kernel.writing import Writing
+from lmcache_core.pool.liveness import Life
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.dispatch import Dispatch
-from lmcache_core.server.lookups import Lookups
-from lmcache_core.server.session import Session
-from lmcache_core.server.sessions import Sessions
+from lmcache_core.server.peers.session import Session
+from lmcache_core.server.peers.session_table import SessionTable
+from lmcache_core.server.waiting.lookups import Lookups
 
 
 def the_end_of_a_connection_is_taken_for_death() -> None:
     """Slots of a living writer go to the next one."""
-    Sessions._proven_dead = lambda self, session: True  # type: ignore[method-assign]
+    SessionTable._life_of = lambda self, session: Life.DEAD  # type: ignore[method-assign]
 
 
 def a_lost_session_is_forgotten() -> None:
     """Nobody ever looks whether its client has died."""
-    Sessions._suspect = lambda self, session, now: None  # type: ignore[method-assign]
+    SessionTable._suspect = lambda self, session, now: None  # type: ignore[method-assign]
 
 
 def the_time_of_a_turn_is_that_before_the_wait() -> None:
@@ -101,7 +102,7 @@ def an_adopting_server_waits_for_no_former_worker() -> None:
     """It gives slots away that workers of its predecessor are writing to."""
     begin = Adoption.begin
 
-    def hasty(self: Adoption, pool: Any, rows: Any, **options: Any) -> None:
+    def hasty(self: Adoption, pool: object, rows: object, **options: Any) -> None:
         begin(self, pool, rows, **options)
         for row in list(rows):
             self.former_gone(row)
@@ -123,7 +124,7 @@ def a_client_ends_while_its_threads_copy() -> None:
     """It says goodbye for slots that it is inside of. Who copies still looks after its own lease."""
     end, occupied, ending = Occupancy.end, Holding.occupied.fget, []  # type: ignore[attr-defined]
 
-    def hasty(self: Occupancy, *arguments: Any, **options: Any) -> Any:
+    def hasty(self: Occupancy, *arguments: Any, **options: Any) -> object:
         ending.append(self)
         try:
             return end(self, *arguments, **options)

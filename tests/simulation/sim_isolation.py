@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sim_shadow import NAMESPACES, OBJECT_BYTES
 from sim_world import Broken, World
 
-from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.states import State
@@ -28,7 +28,7 @@ OF_THE_POOL = (10, 5)  # slots, of 16
 OF_A_TIER = {12: (8, 4), 5: (3, 2)}  # its capacity in objects → its tenants' quotas
 
 
-def tenants(objects: Sequence[int], nbytes: int = OBJECT_BYTES) -> dict[str, Any]:
+def tenants(objects: Sequence[int], nbytes: int = OBJECT_BYTES) -> dict[str, object]:
     """The settings of `isolated`: the first namespace may have so many objects, the second so many."""
     return {
         f"tenant{number}": {"namespaces": [NAMESPACES[number].id], "quota_bytes": quota * nbytes}
@@ -54,7 +54,7 @@ class Store:
         """Bytes of each namespace: there, or on their way."""
         raise NotImplementedError
 
-    def evicts(self, victims: Sequence[Any], wanted: Mapping[int, int]) -> None:
+    def evicts(self, victims: Sequence[Entry], wanted: Mapping[int, int]) -> None:
         """These are about to go, or have just begun to; `wanted` are bytes on their way that are not counted yet."""
         used = self.used()
         used.update(wanted)
@@ -109,14 +109,14 @@ class PoolStore(Store):
             used[waiting.namespace] += waiting.slots * waiting.size_class.slot_bytes
         return used
 
-    def evict(self, victims: Sequence[Any]) -> None:
+    def evict(self, victims: Sequence[Entry]) -> None:
         self.evicts(victims, {})
         self._evict(victims)
         self.check()
 
 
 class TierStore(Store):
-    """What the books of a tier have, without what is leaving it, and what is reserved."""
+    """What the books of a tier have, without what is about to leave it, and what is reserved."""
 
     def __init__(self, world: World, tier: Tier, policy: IsolatedPolicy) -> None:
         super().__init__(world, f"tier {tier.name}", policy)
@@ -129,7 +129,7 @@ class TierStore(Store):
         used = Counter(self._reserved)
         for shard in self._books._shards:  # a thousand, nearly all of them empty: `shards` would copy each
             for entry in shard.values() if shard else ():
-                if not entry.holds:
+                if not entry.leaves:
                     used[entry.namespace] += entry.nbytes
         return used
 
@@ -137,17 +137,17 @@ class TierStore(Store):
         self._reserved[namespace] += nbytes
         self._reserve(namespace, nbytes)
 
-    def victims(self, wanted_bytes: int = 0, namespace: int = 0) -> list[Any]:
+    def victims(self, wanted_bytes: int = 0, namespace: int = 0) -> list[Entry]:
         chosen = self._victims(wanted_bytes, namespace)
         self._left(chosen, {namespace: wanted_bytes})
         return chosen
 
-    def shrink(self) -> list[Any]:
+    def shrink(self) -> list[Entry]:
         chosen = self._shrink()
         self._left(chosen, {})
         return chosen
 
-    def _left(self, chosen: Sequence[Any], wanted: Mapping[int, int]) -> None:
+    def _left(self, chosen: Sequence[Entry], wanted: Mapping[int, int]) -> None:
         """They count as leaving already."""
         if not chosen:
             return
@@ -161,9 +161,9 @@ class TierStore(Store):
 def watched(world: World, server: Server, tiers: Sequence[Tier]) -> list[Store]:
     """Whatever of a server is ordered by `isolated`."""
     stores: list[Store] = []
-    policy = _isolated(server.kernel.residents.policy)
+    policy = _isolated(server.parts.kernel.residents.policy)
     if policy is not None:
-        stores.append(PoolStore(world, server.kernel, policy))
+        stores.append(PoolStore(world, server.parts.kernel, policy))
     for tier in tiers:
         policy = _isolated(tier.accounting.policy)
         if policy is not None:

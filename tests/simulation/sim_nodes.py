@@ -9,22 +9,21 @@ import select
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sim_isolation import Store, watched
 from sim_shadow import Place, Shadow
-from sim_tier import SimulatedTier, beside
+from sim_tier import SimulatedTier, beside, check_lanes
 from sim_watch import Watch
 from sim_wire import SimulatedConnection, SimulatedPeer, Socket
 from sim_world import Broken, World
 
 from lmcache_core.client.client import Client
-from lmcache_core.client.link import Target
+from lmcache_core.client.link.link import Target
 from lmcache_core.clock import Clock
 from lmcache_core.kernel.answers import LeaseKind
 from lmcache_core.pool.lifelock import LifeLock
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import decode_reply, decode_request, unpack_positions, unpack_u64
+from lmcache_core.protocol.codec import decode_reply, read_request, unpack_positions, unpack_u64
 from lmcache_core.server.server import Server
 
 LATE_S = 0.002  # what an answer that was due may take on a server that runs
@@ -81,9 +80,9 @@ class ServerNode:
         self.process = self.world.process = ServerProcess(self)
         server = self._build(Clock(lambda: self.world.now))
         Watch(self.world, self.shadow, server)
-        assert server.populator.wait(60)
-        server.kernel.add_memory(server.segment.info.data_bytes)
-        server.kernel._releases.step_objects = 2  # so that something comes between two steps
+        assert server.parts.populator.wait(60)
+        server.parts.kernel.add_memory(server.parts.segment.info.data_bytes)
+        server.parts.kernel._releases.step_objects = 2  # so that something comes between two steps
         server._thread = threading.current_thread()  # one among others: what is dropped here is not frozen
         self._stores = watched(self.world, server, [tier.attach(server) for tier in self.tiers])
         if self.tiers:
@@ -105,22 +104,23 @@ class ServerNode:
         if server is None:
             return
         self.world.note("server", "is killed")
+        server.parts.state_thread.close()
         self._wake += 1
-        locks, server.segment._locks = server.segment._locks, ()
-        for lock in locks:
-            lock.close()
-        for session in server.sessions:
+        claims, server.parts.segment.claims = server.parts.segment.claims, ()
+        for claim in claims:
+            claim.close()
+        for session in server.parts.sessions:
             if session.pidfd >= 0:
                 os.close(session.pidfd)
         with contextlib.suppress(OSError):
-            server.listener._sock.close()
-        os.close(server.listener._spare_fd)
-        if server.adopting is not None:
-            server.adopting.former.close()
-        if server.l1.index is not None:
-            server.l1.index.close()
-        server.segment._unmap()
-        server.loop.close()
+            server.parts.listener._sock.close()
+        os.close(server.parts.listener._spare_fd)
+        if server.parts.adopting is not None:
+            server.parts.adopting.former.close()
+        if server.parts.l1.index is not None:
+            server.parts.l1.index.close()
+        server.parts.segment._unmap()
+        server.parts.loop.close()
         self.shadow.forget(self.process)
         self.process.kill()
         for socket in self._sockets:
@@ -140,7 +140,7 @@ class ServerNode:
         self._sockets.append(socket)
         self.arrives(socket.peer, b"", end=False)
 
-    def arrives(self, peer: SimulatedPeer, thing: Any, *, end: bool) -> None:
+    def arrives(self, peer: SimulatedPeer, thing: object, *, end: bool) -> None:
         if not peer.of_now:
             return
         peer.inbox.append(None if end else thing)
@@ -163,12 +163,14 @@ class ServerNode:
 
     def fires(self, fd: int) -> None:
         """A pidfd that the server watches; or one of its predecessor's, whose number may be another's by now."""
-        if self.server is None or (handler := self.server.loop._handlers.get(fd)) is None:
+        if self.server is None or (handler := self.server.parts.loop._handlers.get(fd)) is None:
             return
         ready = select.poll()
         ready.register(fd, select.POLLIN)
         if ready.poll(0):
-            self.turn(lambda server: handler(select.EPOLLIN) if server.loop._handlers.get(fd) is handler else None)
+            self.turn(
+                lambda server: handler(select.EPOLLIN) if server.parts.loop._handlers.get(fd) is handler else None
+            )
 
     def turn(self, work: Callable[[Server], None] = lambda server: None) -> None:
         """One turn of the server's loop with one thing that is ready, once the process runs."""
@@ -179,10 +181,13 @@ class ServerNode:
             incarnation = self.incarnation
             self.world.at(self.stopped_until, lambda: self.turn(work) if self.incarnation == incarnation else None)
             return
-        server.clock.turn()
-        server.loop._run_calls()
+        server.parts.clock.turn()
+        server.parts.loop._run_calls()
         work(server)
         next_s = server._tick()
+        server.parts.state_thread.wait(lambda: None)  # what it writes is written before anything else happens …
+        server.parts.loop._run_calls()  # … and what waited for that is answered
+        check_lanes(server)
         self._check_turn(server)
         self._wake += 1
         wake = self._wake
@@ -193,21 +198,21 @@ class ServerNode:
 
     def _check_turn(self, server: Server) -> None:
         now = self.world.now
-        due = server.kernel.next_deadline()
+        due = server.parts.kernel.next_deadline()
         if due is not None and due < now:
             raise Broken(f"a lease or pin that was due {now - due:.6f} s ago has not ended")
-        for lease in server.kernel.leases.by_id.values():
+        for lease in server.parts.kernel.leases.by_id.values():
             if lease.kind is LeaseKind.PROMISE and lease.deadline < now:
                 raise Broken(f"a promise has outlived its time by {now - lease.deadline:.6f} s")
-        for wait in server.lookups.timed:
+        for wait in server.parts.lookups.timed:
             if wait.reply_at_s < now:
                 raise Broken(f"a lookup that was to be answered {now - wait.reply_at_s:.6f} s ago still waits")
-        for store in server.store_waits.waits:
+        for store in server.parts.tier_waits.waits:
             if store.reply_at_s < now:
                 raise Broken(f"a store that was to be answered {now - store.reply_at_s:.6f} s ago still waits")
 
     def _watch_request(self, peer: SimulatedPeer, frame: bytes) -> None:
-        request = decode_request(memoryview(frame))
+        request = read_request(memoryview(frame))
         self.world.note("server", f"{peer.socket.name} {type(request).__name__}")
         if isinstance(request, m.LookupRequest | m.PrepareStore):
             self._asked[id(peer), request.rid] = (self.world.now, request)
@@ -226,7 +231,7 @@ class ServerNode:
         came, request = self._asked.pop((id(peer), reply.rid), (0.0, None))
         if isinstance(reply, m.Granted) and request is not None:
             assert self.server is not None
-            inode = os.fstat(self.server.segment.fileno()).st_ino
+            inode = os.fstat(self.server.parts.segment.fileno()).st_ino
             places = self.granted.setdefault(reply.lease, [])
             places += [(inode, offset) if offset else None for offset in unpack_u64(reply.offsets)]
         elif isinstance(reply, m.LookupReply) and isinstance(request, m.LookupRequest) and request.options.wait_s > 0:
@@ -317,7 +322,7 @@ class ClientNode:
 
     def sends(self, frame: bytes) -> None:
         """Every frame that it sends comes by here."""
-        request = decode_request(memoryview(bytes(frame)))
+        request = read_request(memoryview(bytes(frame)))
         if isinstance(request, m.CommitStore):
             places = self.server.granted.get(request.lease, [])
             positions = (

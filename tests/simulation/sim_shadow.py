@@ -15,6 +15,7 @@ from typing import Any
 from sim_world import Broken, World
 
 from lmcache_core.pool.layout import Layout
+from lmcache_core.tiers.tier.lanes import Lane
 from lmcache_core.tokens.namespace import Namespace
 
 OBJECT_BYTES = 65536
@@ -132,7 +133,7 @@ class Shadow:
 
     def begin_write(
         self,
-        who: Any,
+        who: str,
         address: int,
         content: bytes | bytearray | memoryview,
         able: Callable[[], bool] = lambda: True,
@@ -144,14 +145,14 @@ class Shadow:
         self.writes += 1
         return place
 
-    def end_write(self, who: Any, place: Place, *, complete: bool) -> None:
+    def end_write(self, who: str, place: Place, *, complete: bool) -> None:
         if place not in self._writers or self._writers[place][0] is not who:
             return  # another has been given the slot since this one's view of it died
         incarnation = self._writers.pop(place)[1]
         incarnation.complete = complete
         self._last[place] = incarnation
 
-    def begin_read(self, who: Any, address: int) -> Place:
+    def begin_read(self, who: str, address: int) -> Place:
         place = self.place(address)
         if place in self._writers:
             writer, incarnation, _ = self._writers[place]
@@ -159,7 +160,7 @@ class Shadow:
         self._readers.setdefault(place, []).append(who)
         return place
 
-    def end_read(self, who: Any, place: Place) -> None:
+    def end_read(self, who: str, place: Place) -> None:
         readers = self._readers.get(place, [])
         if who in readers:
             readers.remove(who)
@@ -173,18 +174,18 @@ class Shadow:
         self._writers[place] = (lane, _LOADED, lambda: True)
         return place
 
-    def lane_ends(self, lane: Any, place: Place) -> None:
+    def lane_ends(self, lane: Lane, place: Place) -> None:
         if place in self._writers and self._writers[place][0] is lane:
             del self._writers[place]
             self._last.pop(place, None)
 
-    def published(self, who: Any, place: Place) -> None:
+    def published(self, who: str, place: Place) -> None:
         """A commit of what is there has been sent."""
         incarnation = self._last.get(place)
         if incarnation is not None and incarnation.writer == str(who) and incarnation.complete:
             incarnation.published = True
 
-    def forget(self, node: Any) -> None:
+    def forget(self, node: object) -> None:
         """A process has died: none of its threads is anywhere any more."""
         for place in [place for place, (who, *_) in self._writers.items() if who.node is node]:
             del self._writers[place]
@@ -198,7 +199,7 @@ class Shadow:
         """Threads that are inside a slot now."""
         return len(self._writers) + len(self._readers)
 
-    def _nobody_else(self, who: Any, place: Place, what: str) -> None:
+    def _nobody_else(self, who: str, place: Place, what: str) -> None:
         if place in self._writers and not self._writers[place][2]():
             del self._writers[place]
         if place in self._writers:

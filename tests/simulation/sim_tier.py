@@ -19,7 +19,7 @@ from sim_world import Broken, Killed, Task, World
 
 import lmcache_core.tiers.retry as retry_module
 import lmcache_core.tiers.tier.lanes as lanes_module
-from lmcache_core.client.copying import address_of
+from lmcache_core.buffers import address_of
 from lmcache_core.errors import TierError
 from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.policies.lru import LruEviction
@@ -34,7 +34,9 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, split_tier_key
+from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, split_tier_key, tier_key
+from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.config import TierConfig
 from lmcache_core.tiers.tier.tier import Tier
 
@@ -45,14 +47,17 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 5.0
 STORED_BYTES = HEADER_BYTES + OBJECT_BYTES
-HANGS_S = 40.0  # nothing hangs for longer: who waits for its end is told some day
-MOODS = ["well", "slow", "hangs", "fails", "lies"]
-MOOD_WEIGHTS = [3, 2, 3, 3, 2]
+HANGS_S = 40.0  # what merely hangs does so no longer: who waits for its end is told some day
+OPERATIONS = ["exists", "load", "store", "delete", "scan"]
+MOODS = ["well", "slow", "hangs", "fails", "lies", "mute", "mute once"]
+MOOD_WEIGHTS = [3, 2, 3, 3, 2, 2, 2]
 
 
 class SimulatedTier:
     """One medium, which outlives its servers. `mood`: what it does to those who call it, until it changes.
 
+    In one operation it may be `mute`: then these calls, and only these, hang until it is in another mood, if ever; or
+    `mute once`: then the next of them alone does, and hangs until the end, whatever the mood.
     Scenes know three more: `stuck` hangs in all that moves or removes objects, `down` fails whatever is asked, and
     `confused` gives another key's object for each that is loaded. In the end all are `prompt`: well, and never slow.
     """
@@ -64,11 +69,15 @@ class SimulatedTier:
         self.shadow = shadow
         self.name = name
         self.objects: dict[bytes, bytes] = {}
+        self.loaded: set[bytes] = set()  # what was ever loaded from it, whether or not it is still there
         self.capacity = capacity  # in objects
         self._eviction = eviction
-        self.mood = chance.choice(MOODS) if chance.random() < 0.4 else "well"
-        self.has_lied = self.mood == "lies"
+        self.mood = "well"
+        self.has_lied = False
         self._hung: list[Callable[[], None]] = []
+        self._hung_for_good: list[Callable[[], None]] = []
+        if chance.random() < 0.4:
+            self.change(chance)
 
     def attach(self, server: Server) -> Tier:
         """A new server begins to use it."""
@@ -79,25 +88,33 @@ class SimulatedTier:
         capacity_bytes = None if self.capacity is None else self.capacity * STORED_BYTES
         config = TierConfig(deadline_s=DEADLINE_S, capacity_bytes=capacity_bytes)
         tier = Tier(self.name, Medium(self), config, eviction=eviction)
-        server.tiers.opened().add_tier(tier)
+        server.parts.tiers.opened().add_tier(tier)
         return tier
 
     def change(self, chance: random.Random) -> None:
         """Another mood."""
-        self.set_mood(chance.choices(MOODS, MOOD_WEIGHTS)[0])
+        mood = chance.choices(MOODS, MOOD_WEIGHTS)[0]
+        self.set_mood(f"{mood} in {chance.choice(OPERATIONS)}" if mood.startswith("mute") else mood)
 
     def set_mood(self, mood: str) -> None:
         self.world.note(self.name, f"is {mood} now")
         self.mood = mood
         self.has_lied |= mood in ("lies", "confused")
-        if mood not in ("hangs", "stuck"):
+        if mood not in ("hangs", "stuck"):  # mute in something else: what hung there is answered
             hung, self._hung = self._hung, []
+            if mood == "prompt":
+                hung += self._hung_for_good
             for wake in hung:
                 wake()
 
-    def hang(self, task: Task) -> None:
+    def hang_once(self, task: Task) -> None:
+        """This call, and no other."""
+        self.set_mood("well")
+        task.wait(float("inf"), self._hung_for_good.append)
+
+    def hang(self, task: Task, seconds: float = HANGS_S) -> None:
         """Until it is in another mood, or so much time has passed that the caller's system gives up."""
-        task.wait(self.world.now + HANGS_S, self._hung.append)
+        task.wait(self.world.now + seconds, self._hung.append)
 
 
 class Medium(L2Adapter):
@@ -105,7 +122,7 @@ class Medium(L2Adapter):
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True)
 
-    def __init__(self, tier: SimulatedTier, context: Any = None) -> None:
+    def __init__(self, tier: SimulatedTier, context: object = None) -> None:
         self._tier = tier
         self._world = tier.world
         self._shadow = tier.shadow
@@ -113,11 +130,11 @@ class Medium(L2Adapter):
     # --- the contract -------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        task = self._begin(moves=True)
+        task = self._begin("store")
         return self._end(task, [self._store(task, item) for item in items])
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        task = self._begin()
+        task = self._begin("exists")
         there = [key in self._tier.objects for key in keys]
         if self._chance(0.2, "lies"):
             there = [not each for each in there]
@@ -125,11 +142,11 @@ class Medium(L2Adapter):
         return there
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        task = self._begin(moves=True)
+        task = self._begin("load")
         return self._end(task, [self._load(task, item) for item in items])
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        task = self._begin(moves=True)
+        task = self._begin("delete")
         outcomes = []
         for key in keys:
             refused = self._refused()
@@ -145,7 +162,7 @@ class Medium(L2Adapter):
         return Usage(sum(map(len, self._tier.objects.values())), len(self._tier.objects))
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        task = self._begin()
+        task = self._begin("scan")
         after = bytes.fromhex(cursor or "")
         page = list(islice((key for key in sorted(self._tier.objects) if key > after), 8))
         entries = [ScanEntry(key, len(self._tier.objects[key]), float(at)) for at, key in enumerate(page)]
@@ -214,6 +231,7 @@ class Medium(L2Adapter):
             content = self._another(content)
         elif self._chance(0.4, "lies"):
             content = self._lie(content)
+        self._tier.loaded.add(item.key)
         header, payload = item.buffers
         header[:] = content[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
         body = content[HEADER_BYTES:]
@@ -256,15 +274,19 @@ class Medium(L2Adapter):
     def _chance(self, share: float, mood: str) -> bool:
         return self._tier.mood == mood and self._world.chance.random() < share
 
-    def _begin(self, *, moves: bool = False) -> Task:
+    def _begin(self, operation: str) -> Task:
         task = self._world.task
         assert task is not None
         if task.node.dead:
             raise Killed  # which a lane takes for a failure, and goes on
         task.busy_since = self._world.now
         self._lag(task)
-        if self._chance(0.4, "hangs") or (moves and self._tier.mood == "stuck"):
+        if self._chance(0.4, "hangs") or (operation in ("store", "load", "delete") and self._tier.mood == "stuck"):
             self._tier.hang(task)
+        if self._tier.mood == f"mute in {operation}":
+            self._tier.hang(task, float("inf"))
+        if self._tier.mood == f"mute once in {operation}":
+            self._tier.hang_once(task)
         if self._chance(0.3, "fails") or self._tier.mood == "down":
             raise TierError("connection reset", retryable=self._world.chance.random() < 0.5)
         return task
@@ -314,6 +336,32 @@ def beside(server: Server, process: ServerProcess) -> None:
     tiering._wake = lambda: None if process.dead else process.world.soon(process.turn)
 
 
+def check_lanes(server: Server) -> None:
+    """A tier all of whose threads hang in one operation is not called for that. As long as one does not, deletes go
+    on."""
+    for tier in () if server.tiering is None else server.tiering.tiers:
+        reclaim, since_s = tier.reclaim, tier._no_room_since_s
+        rests = (
+            tier.accounting.scanning
+            or tier.accounting.bytes_reserved
+            or reclaim._out
+            or reclaim._paused_until > server.parts.clock.now
+            or tier.health.deletes.state is not BreakerState.CLOSED
+        )
+        if reclaim.hung and not rests and since_s is not None and since_s < server.parts.clock.now - DEADLINE_S:
+            raise Broken(f"{tier.name} has no room, a delete hangs, and stores wait for nothing else to go")
+        lookups, loads, stores, removals = tier.lanes
+        for what, lane, breaker in (
+            ("lookup", lookups, tier.health.lookups),
+            ("load", loads, tier.health.loads),
+            ("store", stores, tier.health.stores),
+            ("delete", removals, tier.health.deletes),
+        ):
+            hung = [call for call in lane._running if call.was_late and call.what == what and call.allowed_s >= 1.0]
+            if len(hung) == lane._threads_max + lane._replacements_max and breaker.state is BreakerState.CLOSED:
+                raise Broken(f"{len(hung)} {what}s of {tier.name} hang, and it is asked for more")
+
+
 def settled_with(server: Server, tiers: Sequence[SimulatedTier]) -> dict[str, int]:
     """What the tiers hold that they should not, once everybody is gone and the media are well."""
     tiering = server.tiering
@@ -340,10 +388,20 @@ def settled_with(server: Server, tiers: Sequence[SimulatedTier]) -> dict[str, in
             left[f"objects of former epochs {of}"] = len(former)
             accounted = {key: entry.nbytes for shard in books.shards() for key, entry in _by_key(shard)}
             there = {key: len(content) for key, content in medium.objects.items()}
-            left[f"objects that only the books {of} have"] = len(accounted.keys() - there.keys())
-            left[f"objects that the books {of} do not have"] = len(there.keys() - accounted.keys())
-            left[f"bytes that the books {of} have too many"] = books.bytes_used - sum(accounted.values())
-            if medium.capacity is not None:
+            left[f"objects that only the accounts {of} have"] = len(accounted.keys() - there.keys())
+            left[f"objects that the accounts {of} do not have"] = len(there.keys() - accounted.keys())
+            left[f"bytes that the accounts {of} have too many"] = books.bytes_used - sum(accounted.values())
+            if medium.capacity is None:
+                left[f"objects that the server owes {medium.name}"] = tiering.owed[medium.name]
+                ready = [item for item in server.parts.l1.walk() if item is not None]
+                names = [tier_key(item.key, item.namespace, epochs.of(item.namespace)) for item in ready]
+                # What was loaded from another tier is owed to nobody, even if that tier evicts it later.
+                elsewhere = {name for other in tiers if other is not medium for name in (*other.objects, *other.loaded)}
+                lost = {name: tier.losses.find(name) for name in set(names) - there.keys() - elsewhere}
+                settled = (TierReason.NO_ROOM, TierReason.EVICTED)
+                missing = [name for name, loss in lost.items() if loss is None or loss.reason not in settled]
+                left[f"objects that the pool has and {medium.name} has not"] = len(missing)
+            else:
                 left[f"bytes {of} over its capacity"] = max(0, sum(there.values()) - medium.capacity * STORED_BYTES)
     return left
 

@@ -14,15 +14,18 @@ from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.objects import Incarnation, Named
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
-from lmcache_core.server.l1 import L1
+from lmcache_core.server.pool.l1 import L1
 from lmcache_core.tiers.contract import Outcome
 from lmcache_core.tiers.flow.load_states import LoadEvent, LoadState
 from lmcache_core.tiers.flow.loads import LoadBatch, LoadTable
 from lmcache_core.tiers.flow.lookup import LookupController
-from lmcache_core.tiers.flow.store import StoreController
+from lmcache_core.tiers.flow.store import StoreBatch, StoreController
+from lmcache_core.tiers.flow.writeback import WriteBack
 from lmcache_core.tiers.l1 import StorePin, TierReason
-from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.epochs import EpochFile
 from lmcache_core.tiers.object.format import read_header
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.breaker import Breaker
 from lmcache_core.tiers.tier.lanes import Call, Lane
 from lmcache_core.tiers.tier.order import KeyOrder
 from lmcache_core.tiers.tier.reclaim import Reclaim
@@ -75,7 +78,7 @@ def a_clear_dooms_no_loads() -> None:
 def what_changes_a_tier_key_may_overlap() -> None:
     """A store and a delete of one key run at once, in whatever order."""
 
-    def submit(self: KeyOrder, lane: Lane, call: Call, *order: Any, **options: Any) -> bool:
+    def submit(self: KeyOrder, lane: Lane, call: Call, *order: object, **options: object) -> bool:
         return lane.submit(call)
 
     KeyOrder.submit = submit  # type: ignore[method-assign]
@@ -83,37 +86,37 @@ def what_changes_a_tier_key_may_overlap() -> None:
 
 def the_end_of_a_store_is_told_twice() -> None:
     """And settled twice."""
-    at_end = StoreController._at_end
+    stored = StoreController.stored
 
-    def twice(self: StoreController, *batch: Any) -> Callable[[Sequence[Outcome]], None]:
-        ended = at_end(self, *batch)
-        return lambda outcomes: (ended(outcomes), ended(outcomes), None)[-1]
+    def twice(self: StoreController, batch: StoreBatch, outcomes: Sequence[Outcome]) -> None:
+        stored(self, batch, outcomes)
+        stored(self, batch, outcomes)
 
-    StoreController._at_end = twice  # type: ignore[method-assign]
+    StoreController.stored = twice  # type: ignore[method-assign]
 
 
 def the_slot_of_a_late_load_is_free_at_once() -> None:
     """Its lane goes on writing to what is another's."""
 
-    def late(self: LoadTable, batch: LoadBatch, running: bool) -> None:
+    def given_up(self: LoadTable, batch: LoadBatch, running: bool) -> None:
         for load in batch.loads:
             load.move(LoadEvent.EXPIRE if running else LoadEvent.RETURN)
             self._l1.abort_load(load.lease, [load.position], TierReason.LATE)
             self._tell(load, TierReason.LATE)
 
-    LoadTable._late = late  # type: ignore[method-assign]
+    LoadTable.given_up = given_up  # type: ignore[method-assign]
 
 
 def the_slot_of_a_late_load_is_never_given_back() -> None:
     """It waits for an answer that does not come."""
-    ended = LoadTable._ended
+    loaded = LoadTable.loaded
 
-    def forgetful(self: LoadTable, batch: LoadBatch, results: Sequence[Any]) -> None:
+    def forgetful(self: LoadTable, batch: LoadBatch, results: Sequence[Outcome]) -> None:
         in_time = [(load, each) for load, each in zip(batch.loads, results, strict=True) if load.state is LoadState.OUT]
         batch.loads = [load for load, _ in in_time]
-        ended(self, batch, [each for _, each in in_time])
+        loaded(self, batch, [each for _, each in in_time])
 
-    LoadTable._ended = forgetful  # type: ignore[method-assign]
+    LoadTable.loaded = forgetful  # type: ignore[method-assign]
 
 
 def what_a_tier_brings_is_believed_to_be_what_was_asked_for() -> None:
@@ -123,12 +126,39 @@ def what_a_tier_brings_is_believed_to_be_what_was_asked_for() -> None:
 
 def a_new_server_knows_no_epochs() -> None:
     """What was cleared on the tiers before is found again."""
-    Epochs._merge = lambda self: False  # type: ignore[method-assign]
+    EpochFile.open = lambda self: self._shared.read() and None  # type: ignore[method-assign]
 
 
 def what_was_stored_while_it_was_cleared_stays() -> None:
     """Nothing deletes it."""
-    Reclaim.delete_former = lambda self, keys: None  # type: ignore[method-assign]
+    Reclaim._counted = lambda self, keys: None  # type: ignore[method-assign]
+
+
+def one_delete_that_hangs_stops_all_others() -> None:
+    """They would take threads, too."""
+    Reclaim._rests = property(lambda self: self.hung > 0)  # type: ignore[assignment, method-assign]
+
+
+def the_room_of_a_delete_that_hangs_is_counted_on() -> None:
+    """It is leaving, as long as that may take."""
+    Accounting.hang = lambda self, keys: None  # type: ignore[method-assign]
+
+
+def a_late_call_is_no_failure() -> None:
+    """Whoever asks next waits for the tier, too."""
+    failed = Breaker.failed
+
+    def patient(self: Breaker, now: float, error: str, *, late: bool = False, at_once: bool = False) -> None:
+        if not late:
+            failed(self, now, error)
+
+    Breaker.failed = patient  # type: ignore[method-assign]
+
+
+def what_a_tier_lacks_is_never_looked_for() -> None:
+    """It has what was committed while it was there and well."""
+    WriteBack.tier_added = lambda self, name: None  # type: ignore[method-assign]
+    WriteBack.lost = lambda self, name, objects: None  # type: ignore[method-assign]
 
 
 def what_is_being_written_is_charged_to_nobody() -> None:
@@ -157,6 +187,10 @@ FAULTS: Sequence[Callable[[], None]] = [
     what_a_tier_brings_is_believed_to_be_what_was_asked_for,
     a_new_server_knows_no_epochs,
     what_was_stored_while_it_was_cleared_stays,
+    one_delete_that_hangs_stops_all_others,
+    the_room_of_a_delete_that_hangs_is_counted_on,
+    a_late_call_is_no_failure,
+    what_a_tier_lacks_is_never_looked_for,
     what_is_being_written_is_charged_to_nobody,
     whoever_is_coldest_makes_room,
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sim_shadow import OBJECT_BYTES, Shadow
 from sim_world import Broken, World
 
+from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.effects import Committed
 from lmcache_core.kernel.objects import Incarnation as Resident
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, StorePin
@@ -23,11 +24,11 @@ class Watch:
     def __init__(self, world: World, shadow: Shadow, server: Server) -> None:
         self._world = world
         self._shadow = shadow
-        self._segment = server.segment
+        self._segment = server.parts.segment
         self._numbers: dict[tuple[int, bytes, int], int] = {}  # namespace, key, generation → which incarnation it is
         self._loads: dict[int, tuple[int, int]] = {}  # lease → namespace, clears that had begun when it was granted
         self._clears: list[int | None] = []
-        l1, kernel = server.l1, server.kernel
+        l1, kernel = server.parts.l1, server.parts.kernel
         self._tell, self._pin, self._begin_load = l1._tell, l1.pin_for_store, l1.begin_load
         self._commit_load, self._begin_clear = l1.commit_load, kernel.begin_clear
         l1._tell, l1.pin_for_store, l1.begin_load = self.tell, self.pin_for_store, self.begin_load  # type: ignore[method-assign]
@@ -36,7 +37,7 @@ class Watch:
     def bytes_at(self, offset: int) -> bytes:
         return bytes(self._segment.view(offset, OBJECT_BYTES))
 
-    def tell(self, effect: Any) -> None:
+    def tell(self, effect: object) -> None:
         if isinstance(effect, Committed) and not effect.loaded:
             for item in effect.objects:
                 self._committed(item)
@@ -90,7 +91,7 @@ class Watch:
             self._broken("what a load brought became ready after a clear that had come in between")
         return ready
 
-    def begin_clear(self, now: float, namespace: int | None = None, **options: Any) -> Any:
+    def begin_clear(self, now: float, namespace: int | None = None, **options: Any) -> Clearing:
         self._clears.append(namespace)
         return self._begin_clear(now, namespace, **options)
 

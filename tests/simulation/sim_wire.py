@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sim_world import Broken, Killed, World
 
-from lmcache_core.client.connection import Connection
+from lmcache_core.client.link.connection import Connection
 from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import DisconnectedError
-from lmcache_core.server.lifeline import LifelinePeer
+from lmcache_core.server.peers.lifeline import LifelinePeer
 
 if TYPE_CHECKING:
     from sim_nodes import ClientNode, ServerNode
@@ -26,10 +26,10 @@ class Wire:
     def __init__(self, world: World, deliver: Callable[[Any], None]) -> None:
         self._world = world
         self._deliver = deliver
-        self._under_way: deque[Any] = deque()
+        self._under_way: deque[object] = deque()
         self.cut = False
 
-    def send(self, thing: Any) -> None:
+    def send(self, thing: object) -> None:
         if self.cut:
             return
         self._under_way.append(thing)
@@ -143,7 +143,7 @@ class SimulatedConnection(Connection):
             self._server.accept(self._socket)
         return True
 
-    def poll(self, deadline: float) -> None:
+    def poll(self, deadline: float, also_fd: int = -1) -> None:
         self._living()
         socket, task = self._socket, self._world.task
         assert task is not None
@@ -250,7 +250,7 @@ class SimulatedPeer(LifelinePeer):
         self.send(frame)
         self.close()  # what was sent arrives before the end does
 
-    def deliver(self, thing: Any) -> None:
+    def deliver(self, thing: object) -> None:
         """Something has arrived at the server's machine."""
         self._server.arrives(self, thing, end=thing is _END)
 

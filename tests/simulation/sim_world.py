@@ -310,7 +310,7 @@ class Condition:
             if not task.node.dead:
                 self._lock.acquire()
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> object:
         until = float("inf") if timeout is None else monotonic() + timeout
         while not (result := predicate()):
             left = until - monotonic()
@@ -355,7 +355,7 @@ class SimpleQueue:
 
     def __init__(self) -> None:
         self._condition = Condition(Lock())
-        self._things: deque[Any] = deque()
+        self._things: deque[object] = deque()
 
     def __class_getitem__(cls, kind: object) -> type[SimpleQueue]:
         return cls
@@ -395,7 +395,7 @@ class VirtualThreading:
 
     Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(real_threading, name)
 
 
@@ -409,7 +409,7 @@ def take_over_threading() -> None:
     """Once everything of ours is imported."""
     virtual = VirtualThreading()
     for name, module in list(sys.modules.items()):
-        ours = name.startswith(("lmcache_core.client", "lmcache_core.tiers"))
+        ours = name.startswith(("lmcache_core.client", "lmcache_core.threads", "lmcache_core.tiers"))
         if ours and getattr(module, "threading", None) is real_threading:
             module.threading = virtual  # type: ignore[attr-defined]
         if name.startswith("lmcache_core.client") and hasattr(module, "SimpleQueue"):

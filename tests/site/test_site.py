@@ -9,21 +9,29 @@ import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 VERSIONS = Path(__file__).parents[2] / "build/site-versions"
+SITE = Path(__file__).parents[2] / "build/site"
 OLDER = "0.0.1"
 PATIENCE_MS = 60_000  # a net under waits for what the page does
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 
+# The theme draws diagrams where no page looks; these look there. TEXT_PX: the size of each diagram's smallest text.
+OPENED = """const attach = Element.prototype.attachShadow;
+Element.prototype.attachShadow = function(options) { return attach.call(this, {...options, mode: "open"}) }"""
+DRAWN = """() => [...document.querySelectorAll(".mermaid")].map(each => each.shadowRoot?.querySelector("svg"))"""
+TEXT_PX = f"""() => ({DRAWN})().flatMap(drawn => [...drawn.querySelectorAll("text, foreignObject p")]
+  .filter(each => each.textContent.trim())
+  .map(each => parseFloat(getComputedStyle(each).fontSize) * drawn.getScreenCTM().a))"""
+
 
 class Silent(SimpleHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args: object) -> None:
         """Nothing: what is asked for is noted by the browser's side."""
 
 
@@ -73,20 +81,52 @@ def test_the_front_page_has_the_two_commands(page: Page, address: str) -> None:
     expect(page.locator("pre", has_text="nox -s demo").first).to_be_visible()
 
 
-def test_search_finds_quarantine(page: Page, address: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("shm-size", "operating/server/"),
+        ("circuit breaker", "operating/"),
+        ("disabled", "operating/"),
+        ("shutdown", "operating/"),
+        ("helper process", "operating/helpers/"),
+        ("third-party", "plugins/"),
+    ],
+)
+def test_search_finds_what_operators_look_for(page: Page, address: str, words: str, found: str) -> None:
+    """Among the first three results."""
     page.goto(address)
     page.wait_for_load_state("networkidle")  # before its script is there nobody hears a key
     page.keyboard.press("/")
-    page.keyboard.type("quarantine")
-    found = page.locator("a[href*='glossary'], a[href*='leases']", has_text="uarantine").first
-    expect(found).to_be_visible()
+    page.keyboard.type(words)
+    first = ":is([aria-posinset='1'], [aria-posinset='2'], [aria-posinset='3'])"
+    expect(page.locator(f"[role='option']{first}[href*='{address}/{found}']").first).to_be_attached()
 
 
-def test_a_diagram_is_drawn(page: Page, address: str) -> None:
+def test_each_setting_has_an_anchor(page: Page, address: str) -> None:
+    page.goto(f"{address}/reference/settings/#l1.size_bytes")
+    for name in ("l1.size_bytes", "l2.disk.path", "chunk_tokens"):
+        expect(page.locator(f"[id='{name}']")).to_be_attached()
+
+
+def test_a_page_with_a_diagram_shows_it_drawn(page: Page, address: str) -> None:
     page.goto(f"{address}/internals/links/")
     drawn = page.locator("div.mermaid")  # the theme puts the drawing into a closed shadow root
     expect(drawn.first).to_be_visible()
     page.wait_for_function("document.querySelector('div.mermaid').getBoundingClientRect().height > 100")
+
+
+def test_the_text_of_every_diagram_can_be_read(page: Page, address: str) -> None:
+    with_diagrams = [path.parent for path in SITE.rglob("index.html") if 'class="mermaid"' in path.read_text()]
+    assert len(with_diagrams) > 5
+    browser = page.context.browser
+    assert browser is not None
+    theirs = browser.new_page(viewport={"width": 1280, "height": 800})
+    theirs.add_init_script(OPENED)
+    for folder in with_diagrams:
+        theirs.goto(f"{address}/{folder.relative_to(SITE)}/")
+        theirs.wait_for_function(f"({DRAWN})().every(Boolean)")
+        assert min(theirs.evaluate(TEXT_PX)) >= 12, folder
+    theirs.close()
 
 
 def test_the_public_names_stand_in_the_reference_with_what_they_take(page: Page, address: str) -> None:

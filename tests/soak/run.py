@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from lmcache_core.client.client import Client
@@ -34,6 +33,7 @@ from lmcache_core.errors import CacheError, DisconnectedError
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.embedded import Json
 
 MODELS = [Namespace(f"model {number}", Layout("uint8", (65536,))) for number in range(2)]
 SMALL = Namespace("small", Layout("uint8", (12288,)))
@@ -258,7 +258,7 @@ class Soak:
                 return int(line.split()[1]) << 10
         raise RuntimeError("the server has no memory")
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
+    def until(self, condition: Callable[[Json], bool], what: str) -> None:
         deadline = time.monotonic() + SETTLE_S
         with self.client() as client:
             while not condition(status := client.status()):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmcache_core.testing import Backdoor
 from lmcache_fs.transport.paths import Paths
+from lmcache_testing import Backdoor
 from services.service import Service
 
 

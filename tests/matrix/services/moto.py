@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from lmcache_core.testing import Backdoor
+from lmcache_testing import Backdoor
 from services.service import Daemon, Service, ServiceError, free_port, wait_healthy
 
 BUCKET = "lmcache-matrix"
@@ -104,7 +104,7 @@ class S3Service(Service):
             self._boto = self._make_boto()
         return self._boto
 
-    def _make_boto(self) -> Any:
+    def _make_boto(self) -> object:
         import boto3
         from botocore.config import Config
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import redis
 
-from lmcache_core.testing import Backdoor
+from lmcache_testing import Backdoor
 from services.service import Daemon, Service, ServiceError, find_binary, free_port, wait_healthy
 
 SMALL_BYTES = 3 << 20
@@ -21,7 +21,7 @@ CURE = "Debian: apt-get install redis-server"
 class RedisDaemon:
     """One `redis-server`. `door()` is redis-py, as anybody uses it."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, tls: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, port: int = 0, tls: dict[str, object] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port = port or free_port()
         self._folder = folder

@@ -15,8 +15,8 @@ from services.service import free_port
 USER = "cache"
 PASSWORD = "correct horse/battery@staple"  # with what a URL has to quote
 RIGHTS = (
-    "~lmcache:* resetchannels -@all +get +set +touch +unlink +strlen +scan +object|idletime +dbsize +info +ping "
-    "+hello +select"
+    "~lmcache:* resetchannels -@all +get +getrange +set +touch +unlink +strlen +scan +object|idletime +dbsize +info "
+    "+ping +hello +select"
 )
 
 

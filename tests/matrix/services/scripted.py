@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 T = TypeVar("T")
 ENDS_WITHIN_S = 60.0  # a safety net: what ends at all ends within a few seconds
 TRICKLE_S = 0.02  # between two bytes
@@ -164,7 +166,7 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 @contextmanager
-def silent_addresses(count: int, monkeypatch: Any) -> Iterator[tuple[str, int]]:
+def silent_addresses(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A host with `count` addresses that answer no connection at all; its name and port."""
     name = "silent.test"
     with contextlib.ExitStack() as stack:
@@ -178,7 +180,7 @@ def silent_addresses(count: int, monkeypatch: Any) -> Iterator[tuple[str, int]]:
             filler.connect_ex(("127.0.0.1", port))
         known = socket.getaddrinfo
 
-        def resolve(host: Any, *arguments: Any, **more: Any) -> Any:
+        def resolve(host: str, *arguments: Any, **more: Any) -> object:
             if host not in (name, name.encode()):
                 return known(host, *arguments, **more)
             addresses = [f"127.0.{1 + i // 250}.{1 + i % 250}" for i in range(count)]

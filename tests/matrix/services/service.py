@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from lmcache_testing import Backdoor
 from services.proxy import Proxies
 
 START_S = 60.0  # a safety net: services answer within a second or twenty
@@ -57,6 +58,7 @@ class Service(ABC):
         raise NotImplementedError(f"{self.name} cannot be restarted")
 
     restartable: ClassVar[bool] = False
+    shared: ClassVar[bool] = True  # several servers may use it at once
     ours = True  # False: a service of the user's own, which tests must not stop, empty or configure
 
     def proxied(self) -> tuple[str, int] | None:
@@ -83,8 +85,8 @@ class Service(ABC):
         applied here."""
         return None
 
-    def backdoor(self, corner: dict[str, object]) -> Any:
-        """The medium itself: a `lmcache_core.testing.Backdoor`."""
+    def backdoor(self, corner: dict[str, object]) -> Backdoor | None:
+        """The medium itself: a `lmcache_testing.Backdoor`."""
         return None
 
     def expire(self, corner: dict[str, object]) -> Callable[[], None] | None:

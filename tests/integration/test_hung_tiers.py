@@ -1,0 +1,51 @@
+"""A tier that hangs under a real server: stores go on, nobody waits for it for ever, and the server ends without it."""
+
+from __future__ import annotations
+
+import signal
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_testing.embedded import Json
+from lmcache_testing.waiting import until
+
+from ..conftest import Node
+
+BATCH = 16
+ROUNDS = 32  # twice the pool
+
+
+def late(client: Client) -> int:
+    """Lookups and loads that waited in vain."""
+    (tier,) = client.status()["tiers"]["tiers"]
+    counts: Json = tier["counts"]
+    return sum(counts.get(what, 0) for what in ("lookup_late", "load_late"))
+
+
+@pytest.mark.parametrize("operation", ["store", "exists", "load", "delete", "scan", "any"])
+def test_a_tier_that_hangs_holds_up_neither_stores_nor_the_end(node: Node, tmp_path: Path, operation: str) -> None:
+    control = tmp_path / "control"
+    tier = ("--l2.m.type", "mock", "--l2.m.control", str(control), "--l2.m.deadline_s", "1")
+    server = node.serve(*tier, "--dirty", "keep", "--l2.m.capacity_bytes", "1MiB", "--drain_s", "600")
+    client, namespace = node.client(), node.namespace
+    first = [node.key(number) for number in range(8)]
+    client.store(first, [node.payload(number) for number in range(8)], namespace=namespace)
+    client.wait_stored(first, namespace=namespace)
+    client.clear(namespace=namespace)
+    control.write_text(f"{operation} hang\n")
+    rounds = count()
+
+    def goes_on() -> bool:
+        number = next(rounds)
+        keys = [node.key(1000 + BATCH * number + each) for each in range(BATCH)]
+        stored = client.store(keys, [node.payload(number)] * BATCH, namespace=namespace)
+        before = late(client)
+        client.lookup([first[number % 8]], namespace=namespace, wait_s=2.0)
+        return stored.stored == BATCH and late(client) == before and number > ROUNDS
+
+    until(goes_on)
+    server.signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0, "long before it has drained"
