@@ -7,13 +7,21 @@ what is tested on a machine that does other things at the same time; pytest-time
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from lmcache_core.kernel import Kernel
 from lmcache_core.limits import CALL_OBJECTS_MAX
+from lmcache_testing.embedded import embedded_server
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
+    from lmcache_core.server.server import Server
 
 # Who was started in the background by a shell ignores interrupts, and so does all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,3 +38,21 @@ def every_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Kernel, "long_calls", noted)
     yield
     assert not noted, f"calls into the kernel touched {noted} objects; the limit is {CALL_OBJECTS_MAX}"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server in this process with these settings, as `embedded_server` of the kit has them."""
+    with ExitStack() as stack:
+        yield lambda registry=None, **tables: stack.enter_context(embedded_server(tmp_path, registry, **tables))
+
+
+@pytest.fixture
+def server(start: Callable[..., Server]) -> Server:
+    return start()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with server.connect() as client:
+        yield client

@@ -38,18 +38,30 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "AdapterContext", "Recount",
         ],
     ),
-    ("Sockets that keep to a deadline", "lmcache_core.tiers.budget", ["within", "connect", "left_s", "BudgetSocket"]),
+    ("Sockets that keep to a deadline", "lmcache_core.tiers.budget", [
+            "within", "connect", "left_s", "BudgetSocket", "TooManyBytesError"
+        ]),
     (
         "Buffers over one socket",
         "lmcache_core.tiers.streams",
         ["left_s", "limit", "receive_into", "advance"],
+    ),
+    (
+        "Blocking libraries",
+        "lmcache_core.tiers.blocking",
+        ["BlockingAdapter", "BatchAdapter", "Connections", "filled"],
     ),
     ("Eviction policies", "lmcache_core.policies", ["EvictionPolicy", "Entry"]),
     ("Store policies", "lmcache_core.policies", ["StorePolicy", "StoreCandidate", "StorePlan", "TierView"]),
     ("Prefetch policies", "lmcache_core.policies", ["PrefetchPolicy", "PrefetchPlan"]),
     ("Serdes", "lmcache_core.serde.contract", ["Serde"]),
     ("Event subscribers", "lmcache_core.observe.subscriber", ["EventSubscriber", "SubscriberContext"]),
-    ("Operations", "lmcache_core.server.operation", ["ServerOperation", "OperationContext", "PoolView", "ObjectInfo"]),
+    ("Tracers", "lmcache_core.observe.tracer", ["RequestTracer", "TracerContext"]),
+    (
+        "Operations",
+        "lmcache_core.server.operation",
+        ["ServerOperation", "OperationContext", "PoolView", "ObjectInfo", "AnsweredRequest"],
+    ),
     ("Companions", "lmcache_core.server.companion", ["Companion", "CompanionContext"]),
     ("Helpers", "lmcache_core.server.helper", ["HelperProcess", "HelperContext"]),
     ("The plugin itself", "lmcache_core", ["ComponentSpec", "Kind", "PluginInfo", "Finding"]),

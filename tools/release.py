@@ -1,6 +1,7 @@
 """Makes what a release consists of into `dist/`, and looks at it as those will who install it.
 
     python tools/release.py [--pythons 3.11,3.12] [--arm64] [--no-compare] [--only lmcache-core,lmcache-l0]
+    python tools/release.py --notes                   # print the release notes, which are made from the changelogs
 
 One sdist a package. Wheels: Python ones once; those with C for each Python that is found, compiled by zig against an
 old glibc, so that they run on older systems than this one; core, which goes on without its extension, as a wheel
@@ -16,7 +17,9 @@ import argparse
 import gzip
 import hashlib
 import io
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,13 +29,19 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GLIBC = "2.28"
 PYTHONS = ("3.11", "3.12", "3.13")
 # By package: the setting that makes a failure to build the C part a failure, and whether one build serves all Pythons.
-WITH_C = {"lmcache-core": "LMCACHE_CORE_NATIVE", "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE", "lmcache-l0": ""}
-STABLE_ABI = {"lmcache-fp8"}
+WITH_C = {
+    "lmcache-core": "LMCACHE_CORE_NATIVE",
+    "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE",
+    "lmcache-quant": "LMCACHE_CORE_QUANT_NATIVE",
+    "lmcache-l0": "",
+}
+STABLE_ABI = {"lmcache-fp8", "lmcache-quant"}
 WITHOUT_C_TOO = {"lmcache-core": "LMCACHE_CORE_NATIVE", "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE"}
 MACHINES = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 
@@ -51,7 +60,7 @@ with tempfile.TemporaryDirectory() as home:
     l1 = {"size_bytes": 16 << 20, "backing": "memfd"}
     settings = make_settings(name="smoke", runtime_dir=home, state_dir=home, l1=l1)
     with Server(settings, load_plugins()) as server, server.connect() as client:
-        assert server.populator.wait(60)
+        assert server.parts.populator.wait(60)
         assert client.store(keys, [bytes([at]) * 4096 for at in (1, 2)], namespace=namespace).stored == 2
         into = [bytearray(4096), bytearray(4096)]
         assert client.retrieve(keys, into, namespace=namespace).hits == 2 and into[1] == bytes([2]) * 4096
@@ -74,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arm64", action="store_true", help="C wheels for arm64, too; they are compiled, not run")
     parser.add_argument("--no-compare", action="store_true", help="build once, not twice")
+    parser.add_argument("--notes", action="store_true", help="print the release notes, and build nothing")
     parser.add_argument("--only", default="", help="names of packages, by commas (default: all)")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the files go (default: dist)")
     options = parser.parse_args(arguments)
@@ -81,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     packages = [each for each in find_packages() if not only or each.name in only]
     if unknown := only - {each.name for each in packages}:
         parser.error(f"no such package: {', '.join(sorted(unknown))}")
+    notes = release_notes(packages)
+    if options.notes:
+        print(notes, end="")
+        return 0
     pythons = find_pythons(options.pythons.split(","))
     machines = ["x86_64", "aarch64"] if options.arm64 else ["x86_64"]
 
@@ -94,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check(options.dist)
     install(packages, options.dist)
     bill_of_materials(packages, options.dist)
+    (options.dist / f"lmcache-core-{packages[0].version}.notes.md").write_text(notes)
     checksums(options.dist)
     say(f"{len(list(options.dist.iterdir()))} files in {options.dist}")
     return 0
@@ -286,14 +301,60 @@ def install(packages: Sequence[Package], dist: Path) -> None:
 
 
 def bill_of_materials(packages: Sequence[Package], dist: Path) -> None:
-    """What comes along with everything of ours, as CycloneDX."""
+    """What comes along with everything of ours, as CycloneDX, with the hash of each file that pip took."""
     with tempfile.TemporaryDirectory() as folder:
-        _run([sys.executable, "-m", "venv", folder])
-        python = Path(folder) / "bin/python"
+        _run([sys.executable, "-m", "venv", "--without-pip", folder])  # pip is nothing that we bring
+        python, report = Path(folder) / "bin/python", Path(folder) / "report.json"
         names = [f"{package.name}=={package.version}" for package in packages]
-        _run([python, "-m", "pip", "install", "-q", "--find-links", dist, "-c", ROOT / "constraints.txt", *names])
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--report", report]
+        _run([*pip, "--find-links", dist, "-c", ROOT / "constraints.txt", *names])
         file = dist / f"lmcache-core-{packages[0].version}.cdx.json"
         _run([_tool("cyclonedx-py"), "environment", "--output-reproducible", "-o", file, python])
+        bill = with_hashes(json.loads(file.read_text()), json.loads(report.read_text()))
+        file.write_text(json.dumps(bill, indent=2) + "\n")
+
+
+def with_hashes(bill: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """A CycloneDX bill, each component with the SHA-256 of the file that it was installed from, by pip's report. Raises
+    `SystemExit` for a component without one."""
+    hashes = {
+        (canonical(each["metadata"]["name"]), each["metadata"]["version"]): each["download_info"]["archive_info"][
+            "hashes"
+        ]
+        for each in report["install"]
+    }
+    for component in bill["components"]:
+        named = canonical(component["name"]), component["version"]
+        if "sha256" not in hashes.get(named, {}):
+            raise SystemExit(f"no hash for {component['name']} {component['version']} in the bill of materials")
+        component["hashes"] = [{"alg": "SHA-256", "content": hashes[named]["sha256"]}]
+    return bill
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def release_notes(packages: Sequence[Package]) -> str:
+    """What the changelogs say of this version: of all packages, then of each. `SystemExit` where one is silent."""
+    version = packages[0].version
+    parts = [f"# lmcache-core {version}\n\n", section(ROOT / "CHANGELOG.md", version)]
+    for package in packages:
+        parts.append(f"\n## {package.name}\n\n{section(package.path / 'CHANGELOG.md', version)}")
+    return "".join(parts)
+
+
+def section(changelog: Path, version: str) -> str:
+    """The entries of one version, without its heading."""
+    found = re.search(
+        rf"^## {re.escape(version)}(?: [^\n]*)?\n+(?P<entries>.*?)(?=^## |\Z)",
+        changelog.read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    if found is None or not found["entries"].strip():
+        raise SystemExit(f"{changelog.relative_to(ROOT)} says nothing of {version}")
+    return found["entries"].rstrip() + "\n"
 
 
 def checksums(dist: Path) -> None:

@@ -29,6 +29,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -46,35 +47,69 @@ API = {
             "lmcache_core.client.client",
             "lmcache_core.client.asynchronous",
             "lmcache_core.client.results",
-            "lmcache_core.client.leases",
+            "lmcache_core.kernel.answers",
+            "lmcache_core.client.find.lookups",
+            "lmcache_core.client.move.leases",
             "lmcache_core.client.promises",
-            "lmcache_core.client.boundaries",
+            "lmcache_core.client.find.group_lookups",
+            "lmcache_core.client.why.explaining",
+            "lmcache_core.client.engine_blocks",
+            "lmcache_core.client.link.address",
+            "lmcache_core.client.link.event_stream",
         ],
     ),
-    "pages": ("An engine's pages", ["lmcache_core.client.regions", "lmcache_core.client.pages"]),
+    "pages": (
+        "An engine's pages",
+        [
+            "lmcache_core.client.move.regions",
+            "lmcache_core.client.move.pages",
+            "lmcache_core.client.move.page_jobs",
+            "lmcache_core.client.move.copying",
+        ],
+    ),
     "names": ("Keys, namespaces, layouts", ["lmcache_core.tokens", "lmcache_core.pool.layout"]),
     "server": ("Server and errors", ["lmcache_core.server.server", "lmcache_core.errors"]),
     "settings": (
         "Settings",
-        ["lmcache_core.settings.compose", "lmcache_core.settings.model", "lmcache_core.settings.sizes"],
+        [
+            "lmcache_core.settings.compose",
+            "lmcache_core.settings.model",
+            "lmcache_core.settings.sizes",
+            "lmcache_core.settings.paths",
+        ],
     ),
     "plugins": (
         "Hooks and components",
         ["lmcache_core.plugins.hookspecs", "lmcache_core.plugins.components", "lmcache_core.plugins.loader"],
     ),
-    "tiers": ("Adapters", ["lmcache_core.tiers.contract", "lmcache_core.tiers.budget", "lmcache_core.tiers.streams"]),
+    "tiers": (
+        "Adapters",
+        [
+            "lmcache_core.tiers.contract",
+            "lmcache_core.tiers.budget",
+            "lmcache_core.tiers.streams",
+            "lmcache_core.tiers.blocking",
+        ],
+    ),
     "policies": (
         "Policies",
         ["lmcache_core.policies", "lmcache_core.policies.contracts", "lmcache_core.policies.lru"],
     ),
     "serdes": ("Serdes", ["lmcache_core.serde.contract"]),
-    "events": ("Events and their subscribers", ["lmcache_core.observe.events", "lmcache_core.observe.subscriber"]),
+    "sockets": ("Sockets for others", ["lmcache_core.protocol.zmtp", "lmcache_core.protocol.hostport"]),
+    "events": (
+        "Events, their subscribers, tracers",
+        ["lmcache_core.observe.events", "lmcache_core.observe.subscriber", "lmcache_core.observe.tracer"],
+    ),
     "beside": (
         "Companions, operations, helpers",
         ["lmcache_core.server.companion", "lmcache_core.server.operation", "lmcache_core.server.helper"],
     ),
-    "testing": ("The conformance kit", ["lmcache_core.testing"]),
-    "benches": ("Benches", ["lmcache_core.cli.bench", "lmcache_core.cli.bench.harness"]),
+    "testing": ("The conformance kit", ["lmcache_testing"]),
+    "benches": (
+        "Commands and benches",
+        ["lmcache_core.cli.lazy", "lmcache_core.cli.bench", "lmcache_core.cli.bench.harness"],
+    ),
     "l0": ("L0", ["lmcache_l0"]),
     "transformers": ("transformers", ["lmcache_transformers"]),
 }
@@ -227,21 +262,40 @@ def helped(*words: str) -> str:
 
 
 def settings_page() -> str:
-    """Every setting with its default and its meaning: the file that `lmcache-core init` writes."""
-    from lmcache_core.cli.init import settings_file
+    """Every setting with its type, default and meaning, each with an anchor of its name."""
+    from lmcache_core.cli.init import default_text
     from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.settings.compose import prepare
+    from lmcache_core.settings.sources import dotted, read_flags
 
-    text = settings_file(load_plugins(), ["disk", "redis", "s3"])
-    return (
+    tiers = ("--l2.disk.type", "fs", "--l2.redis.type", "redis", "--l2.s3.type", "s3")
+    schema, _, _ = prepare(load_plugins(), [read_flags(tiers)])
+    lines = [
         "# Settings\n\nEach can be given in `lmcache.toml`, as a flag (`--l1.size_bytes 64GiB`) or in the environment"
-        " (`LMCACHE_CORE_L1__SIZE_BYTES=64GiB`). `lmcache-core init --tiers disk,redis,s3` writes this file:\n\n"
-        f"```toml\n{text}```\n"
-    )
+        " (`LMCACHE_CORE_L1__SIZE_BYTES=64GiB`). `lmcache-core init --tiers disk,redis,s3` writes a file with all of"
+        " them. The tiers here are called `disk`, `redis` and `s3`: their names are yours to choose.\n"
+    ]
+    tables: dict[tuple[str, ...], list[Any]] = {}
+    for setting in schema.values():
+        tables.setdefault(setting.path[:-1], []).append(setting)
+    for at, settings in tables.items():
+        heading = f"`[{'.'.join(at)}]`" if at else "Outside of any table"
+        lines.append(f"\n## {heading}\n\n| setting | type | default | |\n|---|---|---|---|\n")
+        for each in settings:
+            name, default = dotted(each.path), default_text(each).replace(str(Path.home()), "~")
+            cells = (
+                f'<a id="{name}"></a>`{name}`',
+                each.type_text,
+                f"`{default}`" if default else "needed" if each.required else "",
+                each.description,
+            )
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(lines)
 
 
 def reasons_page() -> str:
     """Every reason for a miss, in the words of `explain`."""
-    from lmcache_core.client import explaining
+    from lmcache_core.client.why import explaining
 
     rows = [f"| `{reason}` | {sentence} |\n" for reason, sentence in explaining.sentences().items()]
     return (
