@@ -299,7 +299,6 @@ def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) 
 
         until(over)
         assert memory_of(node) - kept < 128 << 20
-    assert node.client().status()["longest_turn"]["ms"] < 100
     for keys in (stranger, misled):
         with Client.connect(address=address, curve=keys, maps_pool=False) as client:
             with pytest.raises(DisconnectedError):

@@ -19,6 +19,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
+from lmcache_core.server.pool.adopting import Adopting
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tiers.object.epochs import Epochs
@@ -107,12 +108,10 @@ def test_a_new_worker_does_not_pass_for_the_former_one_whose_row_is_free_again(
     former = first.connect()
     former.ping()
     first.stop()  # in good order, so that no row says whose it was; its life lock does
-    second = serve()
-    adopting = second.parts.adopting
-    assert adopting is not None
-    step = adopting.step
+    step = Adopting.step
     may: list[bool] = []
-    monkeypatch.setattr(adopting, "step", lambda now: bool(may) and step(now))
+    monkeypatch.setattr(Adopting, "step", lambda self, now: bool(may) and step(self, now))
+    second = serve()
     former.close()
     with second.connect() as other:
         assert other.status()["pool"]["adopted"]["waiting_for_workers"] == 1

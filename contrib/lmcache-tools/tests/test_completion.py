@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -154,13 +153,11 @@ def test_what_the_server_has_is_completed(completed: Completed, server: Server, 
     assert expected in completed(line)
 
 
-def test_no_server_is_no_error_and_takes_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
+def test_no_server_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "values", "tiers", "drain", "--runtime-dir", str(tmp_path)]) == 0
     assert main(["completion", "values", "tiers", "drain", "--runtime-dir"]) == 0
     assert main(["completion", "values", "nonsense"]) == 0
     assert capsys.readouterr().out == ""
-    assert time.monotonic() - began < 2
 
 
 def test_values_come_with_what_they_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from lmcache_core import Namespace
 from lmcache_testing.processes import ServerProcess
 from lmcache_testing.proxy import StallingProxy
-from lmcache_testing.waiting import until
+from lmcache_testing.waiting import WAIT_S, until
 
 from .conftest import NAMESPACE, StartNode, TestNode, content, free_port, key
 
@@ -177,7 +176,7 @@ def test_a_connection_in_trouble_is_a_miss_in_time_and_passes(node: StartNode, t
 
 
 def test_a_reader_is_free_at_once_when_its_peer_dies_in_the_middle_of_a_transfer(node: StartNode) -> None:
-    """The object is so large, and the way so slow, that the helper is still sending when it is killed."""
+    """The object is larger than what the sockets on its way hold: the helper is still sending when it is killed."""
     port = free_port()
     a = node("a", serve={"port": port}, l1={"size_bytes": 96 << 20})
     large = Namespace("large", type(NAMESPACE.layout)("uint8", (16 << 20,)))
@@ -199,6 +198,7 @@ def test_a_reader_is_free_at_once_when_its_peer_dies_in_the_middle_of_a_transfer
         assert man.halfway.wait(30)
         assert not done.is_set()
         os.kill(a.helper, signal.SIGKILL)
+        man.goes_on.set()
         thread.join(30)
         assert done.is_set()
         assert b.client.lookup([key(1)], namespace=large, wait_s=0.0).hits == 0
@@ -206,11 +206,11 @@ def test_a_reader_is_free_at_once_when_its_peer_dies_in_the_middle_of_a_transfer
 
 
 class _MiddleMan:
-    """Passes so many bytes of answers on at once, and the rest slowly."""
+    """Passes so many bytes of answers on, the rest once it may, and takes nobody else from then on."""
 
     def __init__(self, port: int, passes: int) -> None:
         self._target, self._passes = port, passes
-        self.halfway = threading.Event()
+        self.halfway, self.goes_on = threading.Event(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._socks = [self._listener]
@@ -222,9 +222,14 @@ class _MiddleMan:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            far = socket.socket()
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # else it takes megabytes before they are read
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:  # who is to answer is dead
+                if self.halfway.is_set():
+                    raise ConnectionRefusedError
+                far.connect(("127.0.0.1", self._target))
+            except OSError:  # who is to answer is dead, or restarted
+                far.close()
                 near.close()
                 continue
             self._socks += [near, far]
@@ -238,7 +243,7 @@ class _MiddleMan:
                 passed += len(piece)
                 if most is not None and passed > most:
                     self.halfway.set()
-                    time.sleep(0.01)
+                    self.goes_on.wait(WAIT_S)
                 sink.sendall(piece)
         except OSError:  # the other direction has ended
             pass
