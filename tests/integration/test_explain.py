@@ -556,6 +556,9 @@ def test_tokens_are_explained_in_chunks_of_the_clients_own_length(make: Callable
         check=True,
     )
     assert [each["key"] for each in json.loads(told.stdout)] == [each.hex() for each in keys]
+    other = [sys.executable, "-m", "lmcache_core.cli.main", *command[:-1], "--chunk-tokens", "32"]
+    said = subprocess.run(other, capture_output=True, text=True, check=True).stdout
+    assert "the first chunk was never stored: does the engine make keys of as many tokens (--chunk-tokens)" in said
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1, (1 << 20) + 1])

@@ -216,9 +216,9 @@ def test_without_a_token_nothing_is_shown_and_with_one_that_reads_nothing_is_cha
     open_page: Open, served: Served
 ) -> None:
     page = open_page(token="")
-    expect(page.locator("#sign-in")).to_be_visible()
+    expect(page.locator("#sign-in-why")).to_contain_text("a token is needed: send that of http.token_file")
     sign_in(page, "wrong")
-    expect(page.locator("#sign-in-why")).to_contain_text("no valid token: send that of http.token_file")
+    expect(page.locator("#sign-in-why")).to_contain_text("this token is not valid: send that of http.token_file")
     expect(page.locator("#board")).to_be_hidden()
     assert served.name not in page.content()
     sign_in(page, READ)

@@ -42,6 +42,20 @@ def test_it_says_what_engines_missed_and_in_which_namespace() -> None:
         assert (row.message, row.cure) == ("512 of 640 tokens were found", "")
 
 
+def test_the_first_prompt_of_all_needs_no_look_and_the_second_does() -> None:
+    with ServerProcess(16 << 20) as server, server.client() as client:
+        cures = []
+        for prompt in range(2):
+            client.lookup([bytes([prompt]) * 32], namespace=NAMESPACE)
+            client.count_prompt(640, 0, not_asked=[])
+            row = by_subject(list(server_findings(client.status())))[
+                f"namespace {NAMESPACE.id:016x}, {NAMESPACE.public_label}"
+            ]
+            cures.append(row.cure)
+        assert cures[0] == ""
+        assert "logs" in cures[1]
+
+
 def test_another_version_of_the_server_is_a_fault() -> None:
     with ServerProcess(16 << 20) as server, server.client() as client:
         status = client.status()

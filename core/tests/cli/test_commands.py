@@ -225,6 +225,13 @@ def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run, comm
     assert f" see lmcache-core {named} --help" in done.stderr
 
 
+@pytest.mark.parametrize("line", ["status --jsn", "explain --jsn=x", "plugins show --jsn"])
+def test_a_misspelt_option_is_suggested_before_what_is_missing_is_told(run: Run, line: str) -> None:
+    done = run(*line.split())
+    assert done.returncode == 2
+    assert "there is no option --jsn: did you mean '--json'?" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["serve", "config"])
 def test_a_misspelt_setting_is_one_line_and_status_two(run: Run, command: str) -> None:
     assert "did you mean '--l1.size_bytes'?" in one_line(run(command, "--l1.size_byte", "1"))

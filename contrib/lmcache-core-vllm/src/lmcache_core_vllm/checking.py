@@ -98,8 +98,9 @@ def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     for name, why in status.get("namespaces_refused", {}).items():  # a server of another version has none
         message, _, cure = why.rpartition(": ")
         yield Finding(False, f"namespace {name}", f"nothing of it is cached: {message}", cure)
-    yield from _namespaces(status["traffic"]["namespaces"], status["namespaces"])
-    yield from _misses(status["traffic"]["lookups"])
+    lookups = status["traffic"]["lookups"]
+    yield from _namespaces(status["traffic"]["namespaces"], status["namespaces"], lookups["prompts"])
+    yield from _misses(lookups)
 
 
 def _engines(status: Mapping[str, Any]) -> Finding:
@@ -120,8 +121,10 @@ def _prompts(lookups: Mapping[str, Any]) -> Finding:
     return Finding(True, "prompts", f"{hits}, in {lookups['prompts']:,} lookups of engines")
 
 
-def _namespaces(rows: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """For each namespace: whether engines look up what engines have stored."""
+def _namespaces(
+    rows: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, Any]], prompts: int
+) -> Iterator[Finding]:
+    """For each namespace: whether engines look up what engines have stored. The first prompt of all finds nothing."""
     used = {name: row for name, row in rows.items() if name != "other"}
     used = {name: row for name, row in used.items() if row["lookup_keys"] or row["prompt_tokens"]}
     compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/engines/vllm.md"
@@ -129,7 +132,8 @@ def _namespaces(rows: Mapping[str, Mapping[str, int]], known: Mapping[str, Mappi
         message = f"{found_in(row)} were found"
         label = known[name]["label"] if name in known else ""
         subject = f"namespace {name}, {label}" if label else f"namespace {name}"
-        yield Finding(True, subject, message, "" if row["prompt_hit_tokens"] or row["lookup_hits"] else compare)
+        as_expected = row["prompt_hit_tokens"] or row["lookup_hits"] or prompts == 1
+        yield Finding(True, subject, message, "" if as_expected else compare)
     if not used:
         yield Finding(True, "namespaces", "nothing was looked up")
 

@@ -232,7 +232,7 @@ def index_of(header: Header) -> Finding:
     text = f"{size}: enough for objects of {least:,} bytes or more"
     if least > PAGE_BYTES:
         pages = index_entries_for(header.data_bytes, PAGE_BYTES)
-        text += f"; with smaller objects the index fills up before the pool does: set l1.index_entries = {pages}"
+        text += f" (for a pool of single pages, {PAGE_BYTES:,} bytes each, it would be l1.index_entries = {pages})"
     cure = ""
     if least > INDEX_OBJECT_BYTES:
         cure = f"set l1.index_entries = {index_entries_for(header.data_bytes, INDEX_OBJECT_BYTES)}, or 0 for the same"

@@ -88,6 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
         if not found[0].namespace_known:
             print()
             _print_known(known)
+        elif tokens is not None and found[0].reason == "never_stored":
+            print()
+            print(
+                "the first chunk was never stored: does the engine make keys of as many tokens (--chunk-tokens), and "
+                "of exactly these from the first on?"
+            )
     return 0
 
 

@@ -21,6 +21,7 @@ class CommandParser(argparse.ArgumentParser):
 
     commands: _Commands[Any] | None = None  # those below this one
     example: str = ""  # a command line to paste, in the help and after an error
+    words: Sequence[str] = ()  # what it parses now
 
     def add_subparsers(self, **kwargs: Any) -> _Commands[Any]:
         """Remember them: other packages add some."""
@@ -30,6 +31,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage to standard error and raise `UsageError`."""
         self.print_usage(sys.stderr)
+        message = self._misspelt() or message
         if self.commands is not None and message.endswith(f" are required: {self.commands.metavar}"):
             shown = [each.dest for each in self.commands._choices_actions]  # as the help has them
             message = f"{str(self.commands.metavar).lower()} is missing: {', '.join(shown)}"
@@ -38,6 +40,22 @@ class CommandParser(argparse.ArgumentParser):
         if message.endswith("?"):  # did you mean …?
             raise UsageError(f"{message} {cure[0].upper()}{cure[1:]}")
         raise UsageError(message, cure=cure)
+
+    def _misspelt(self) -> str:
+        """The first option that is unknown but near one that is known: it explains any other error."""
+        from lmcache_core.plugins.suggest import suggestion
+
+        if self.get_default("takes_settings"):  # settings are looked up, and suggested, later
+            return ""
+        for word in self.words:
+            option = word.partition("=")[0]
+            if option == "--":
+                return ""
+            if option.startswith("--") and option not in self._option_string_actions:
+                near = suggestion(option, (each for each in self._option_string_actions if each.startswith("--")))
+                if near:
+                    return f"there is no option {option}{near}"
+        return ""
 
     def format_help(self) -> str:
         """The help, with the example at its end."""
@@ -55,6 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Sets `command_parser` to the innermost command, whose usage is the most helpful."""
+        self.words = sys.argv[1:] if args is None else args
         found, rest = super().parse_known_args(args, namespace)
         if not hasattr(found, "command_parser"):
             found.command_parser = self

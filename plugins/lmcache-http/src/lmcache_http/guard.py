@@ -78,8 +78,8 @@ class Guard:
             return
         if right is Right.CHANGE and _same(token, self._read):
             raise RefusedError(403, "this token allows only reading")
-        what = "that of http.token_file or http.read_token_file, as Authorization: Bearer …"
-        raise RefusedError(401, f"no valid token: send {what}")
+        why = "this token is not valid" if token else "a token is needed"
+        raise RefusedError(401, f"{why}: send that of http.token_file or http.read_token_file as a bearer token")
 
 
 def _token(path: Path | None) -> str | None:
