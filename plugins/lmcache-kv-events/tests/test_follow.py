@@ -37,10 +37,11 @@ SPACE = Namespace("follow", Layout("uint8", (NBYTES,)))
 OBJECTS = 24
 SMALL = {"type": "fs", "capacity_bytes": 8 * 8192}  # evicts what the large one keeps
 LARGE = {"type": "fs"}
+FAR = {"type": "fs", "capacity_bytes": 12 * 8192, "locality": "remote"}
 KEYS = [hashlib.sha256(b"key %d" % number).digest() for number in range(OBJECTS)]
 BLOCKS = 18  # the other objects have blocks that some have, too: as objects of two tenants may
 HASHES = [(number % BLOCKS + 1).to_bytes(8, "big") for number in range(OBJECTS)]
-View = set[tuple[int, str]]
+View = set[tuple[int, str]]  # blocks, and where they are: in the pool, on tiers of this node, or of other nodes, too
 
 
 def applied(view: View, events: list[Json]) -> None:
@@ -48,7 +49,8 @@ def applied(view: View, events: list[Json]) -> None:
         if event["type"] == "AllBlocksCleared":
             view.clear()
             continue
-        named = {(number, event["medium"]) for number in event["block_hashes"]}
+        where = "CPU" if event["medium"] == "CPU" else event["locality"]
+        named = {(number, where) for number in event["block_hashes"]}
         (view.update if event["type"] == "BlockStored" else view.difference_update)(named)
 
 
@@ -91,7 +93,7 @@ class Follows(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="kv"))
         self.name = f"f{uuid4().hex[:10]}"
-        self.tiers = {"small": SMALL, "large": LARGE}
+        self.tiers = {"small": SMALL, "large": LARGE, "far": FAR}
         self.epoch = 0
 
     def tier(self, name: str) -> Json:
@@ -128,17 +130,17 @@ class Follows(RuleBasedStateMachine):
     def load(self) -> None:
         self.client.lookup(KEYS, namespace=SPACE, wait_s=30, prefix=False)
 
-    @rule(name=st.sampled_from(["small", "large"]), connections=st.integers(1, 9))
+    @rule(name=st.sampled_from(["small", "large", "far"]), connections=st.integers(1, 9))
     def reconfigure(self, name: str, connections: int) -> None:
         if name in self.there():
             self.client.tiers_reconfigure(name, {"connections": connections})
 
-    @rule(name=st.sampled_from(["small", "large"]))
+    @rule(name=st.sampled_from(["small", "large", "far"]))
     def drain(self, name: str) -> None:
         if name in self.there():
             self.client.tiers_drain(name)
 
-    @rule(name=st.sampled_from(["small", "large"]))
+    @rule(name=st.sampled_from(["small", "large", "far"]))
     def remove_or_add(self, name: str) -> None:
         if name in self.there():
             self.client.tiers_remove(name)
@@ -160,11 +162,15 @@ class Follows(RuleBasedStateMachine):
     def truth(self) -> View:
         in_pool = self.client.lookup(KEYS, namespace=SPACE, tiers=[], prefix=False).statuses
         view = {(int.from_bytes(HASHES[at], "big"), "CPU") for at, s in enumerate(in_pool) if s.name == "GRANTED"}
-        files = {each.name for name in self.there() for each in (self.folder / name / "objects").glob("*/*")}
-        for key, block in zip(KEYS, HASHES, strict=True):
-            if tier_key(key, SPACE.id, self.epoch).hex() in files:
-                view.add((int.from_bytes(block, "big"), "STORAGE"))
+        for name in self.there():
+            files = {each.name for each in (self.folder / name / "objects").glob("*/*")}
+            for key, block in zip(KEYS, HASHES, strict=True):
+                if tier_key(key, SPACE.id, self.epoch).hex() in files:
+                    view.add((int.from_bytes(block, "big"), "REMOTE" if name == "far" else "LOCAL"))
         return view
+
+    def on_this_nodes_tiers(self) -> View:
+        return {each for each in self.router.view if each[1] == "LOCAL"}
 
     def teardown(self) -> None:
         if hasattr(self, "server"):
@@ -197,10 +203,13 @@ def test_what_one_of_two_tiers_has_lost_is_still_on_storage(follows: Follows) ->
     follows.store(set(range(OBJECTS)))  # more than the small one holds
     follows.clear(tiers=False)
     follows.the_view_is_the_truth()
-    assert len(follows.router.view) == BLOCKS
+    assert len(follows.on_this_nodes_tiers()) == BLOCKS
     follows.remove_or_add("small")
     follows.the_view_is_the_truth()
-    assert len(follows.router.view) == BLOCKS
+    assert len(follows.on_this_nodes_tiers()) == BLOCKS
+    follows.remove_or_add("large")
+    follows.the_view_is_the_truth()
+    assert {where for _, where in follows.router.view} == {"REMOTE"}, "what other nodes have, too, has not left"
 
 
 def test_a_block_that_another_object_still_has_is_not_reported_as_removed(follows: Follows) -> None:
@@ -231,7 +240,7 @@ def test_a_tier_that_comes_back_with_its_objects_brings_them_back(follows: Follo
     follows.clear(tiers=False)
     follows.remove_or_add("large")
     follows.the_view_is_the_truth()
-    assert not follows.router.view
+    assert not follows.on_this_nodes_tiers()
     follows.remove_or_add("large")
     follows.the_view_is_the_truth()
-    assert len(follows.router.view) == OBJECTS // 2
+    assert len(follows.on_this_nodes_tiers()) == OBJECTS // 2

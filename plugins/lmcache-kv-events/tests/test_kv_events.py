@@ -158,7 +158,7 @@ def test_what_is_stored_and_removed_is_told_by_the_engines_hashes(serve: Serve) 
     assert router.until("BlockStored") == {
         "type": "BlockStored", "block_hashes": [low(each) for each in hashes(0, 8)],
         "parent_block_hash": low(digest("hash", -1)), "token_ids": [], "block_size": 16, "lora_id": 3,
-        "medium": "CPU", "lora_name": "tuned", "group_idx": 1,
+        "medium": "CPU", "lora_name": "tuned", "group_idx": 1, "locality": "LOCAL",
     }  # fmt: skip
     client.clear(SPACE)
     told = router.until("BlockRemoved")
@@ -211,6 +211,20 @@ def test_tiers_are_another_medium(serve: Serve, tmp_path: Path) -> None:
     assert gone == {"CPU", "STORAGE"}
 
 
+@pytest.mark.parametrize(("locality", "expected"), [("auto", "LOCAL"), ("remote", "REMOTE")])
+def test_a_router_learns_which_blocks_other_nodes_have_too(
+    serve: Serve, tmp_path: Path, locality: str, expected: str
+) -> None:
+    pytest.importorskip("lmcache_fs")
+    client, router = serve({"disk": {"type": "fs", "path": str(tmp_path / "disk"), "locality": locality}})
+    client.store(keys(0, 1), [bytes(4096)], namespace=SPACE, blocks=EngineBlocks(hashes(0, 1), 16))
+    stored = {(each["medium"], each["locality"]) for each in (router.until("BlockStored"), router.until("BlockStored"))}
+    assert stored == {("CPU", "LOCAL"), ("STORAGE", expected)}
+    client.clear(SPACE, tiers=True)
+    removed = [router.until("BlockRemoved") for _ in range(2)]
+    assert {(each["medium"], each["locality"]) for each in removed} == stored
+
+
 def test_a_clear_of_everything_is_one_event(serve: Serve) -> None:
     client, router = serve()
     client.store(keys(0, 2), [bytes(4096)] * 2, namespace=SPACE, blocks=EngineBlocks(hashes(0, 2), 16))
@@ -240,7 +254,7 @@ def test_what_was_missed_is_replayed_and_a_newcomer_gets_a_snapshot(serve: Serve
 
 
 def test_older_consumers_read_arrays_with_hashes_as_bytes(serve: Serve) -> None:
-    client, router = serve(format="array", hashes="bytes", token_ids=True, dp_rank=0)
+    client, router = serve(format="array", hashes="bytes", dp_rank=0)
     tokens = list(range(32))
     blocks = EngineBlocks(hashes(0, 2), 16, token_ids=tokens)
     client.store(keys(0, 1), [bytes(4096)], namespace=SPACE, blocks=blocks)
@@ -250,8 +264,8 @@ def test_older_consumers_read_arrays_with_hashes_as_bytes(serve: Serve) -> None:
     assert router.batch()[1] == [["BlockRemoved", hashes(0, 2), "CPU"]]
 
 
-def test_tokens_are_told_to_nobody_who_did_not_ask(serve: Serve) -> None:
-    client, router = serve()
+def test_tokens_can_be_left_out_and_are_never_logged(serve: Serve) -> None:
+    client, router = serve(token_ids=False)
     blocks = EngineBlocks(hashes(0, 1), 4, token_ids=[7, 8, 9, 10])
     client.store(keys(0, 1), [bytes(4096)], namespace=SPACE, blocks=blocks)
     assert router.until("BlockStored")["token_ids"] == []

@@ -57,7 +57,7 @@ class ConnectorConfig:
     store_cpu_share: float = 0.1
     verify: str = "never"
     copy_threads: int = 0
-    report_token_ids: bool = False
+    report_token_ids: bool = True
     unproven_ok: bool = False
 
     @classmethod

@@ -14,8 +14,14 @@ from typing import Protocol
 
 import msgspec
 
+from lmcache_core.tiers.l1 import IN_POOL, NOT_KNOWN, ON_REMOTE_TIER, ON_TIER
+
 __all__ = [
     "EVENTS",
+    "IN_POOL",
+    "NOT_KNOWN",
+    "ON_REMOTE_TIER",
+    "ON_TIER",
     "BlocksReported",
     "CacheCleared",
     "CacheEvent",
@@ -100,9 +106,10 @@ class ObjectsUntiered(CacheEvent, tag="tier_removed", frozen=True):
 
 
 class ObjectsOnTiers(CacheEvent, tag="on_tiers", frozen=True):
-    """Whether any tier has these, asked of the accounts of all of them: after one tier's have changed, or because a
-    subscriber wanted to know. `there`: for each key 0, 1, or 2 where no tier is known to have it and one does not know
-    yet what is on its medium. Only if a subscriber wants blocks."""
+    """Whether tiers have these, asked of the accounts of all of them: after one tier's have changed, or because a
+    subscriber wanted to know. `there`: for each key the bits ON_TIER (a tier of this node) and ON_REMOTE_TIER (one that
+    other nodes use, too), each shifted left by NOT_KNOWN where no such tier is known to have the key and one is still
+    listing its medium. Only if a subscriber wants blocks."""
 
     namespace: int
     keys: list[bytes]
@@ -112,8 +119,8 @@ class ObjectsOnTiers(CacheEvent, tag="on_tiers", frozen=True):
 
 class BlocksReported(CacheEvent, tag="blocks_reported", frozen=True):
     """An engine reported which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in prefix order:
-    each block follows the one before it, the first one `parent`. `media`: for each key, a bit for each place that has
-    it, 1 for the L1 and 2 for any tier. `token_ids`: of all blocks, if they were to be reported; never shown."""
+    each block follows the one before it, the first one `parent`. `media`: for each key the bits of the places that have
+    it: IN_POOL, ON_TIER, ON_REMOTE_TIER. `token_ids`: of all blocks, if they were to be reported; never shown."""
 
     namespace: int
     keys: list[bytes]

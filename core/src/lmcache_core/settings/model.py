@@ -266,6 +266,10 @@ class TierSettings(Section):
     store_io: Literal["idle", "normal"] = Field(
         default="idle", description="whether stores wait while other programs read or write the disk"
     )
+    locality: Literal["auto", "local", "remote"] = Field(
+        default="auto",
+        description="for routers: whether other nodes have the medium too; auto: if the adapter shares it",
+    )
     settings: Any = None
 
     @model_validator(mode="before")

@@ -12,6 +12,10 @@ from typing import NamedTuple, Protocol
 
 from lmcache_core.pool.layout import Layout
 
+# Where a key is, as bits of one byte.
+IN_POOL, ON_TIER, ON_REMOTE_TIER = 1, 2, 4  # other nodes use a remote tier's medium, too
+NOT_KNOWN = 2  # shifted left by this: no tier of the kind is known to have it, and one is still listing its medium
+
 
 class TierReason(StrEnum):
     """Why a key was not served from the tiers, or why an object did not get there. Reasons shared with `Reason` have

@@ -39,7 +39,7 @@ from lmcache_core.tiers.flow.lookup import LookupController
 from lmcache_core.tiers.flow.store import StoreController
 from lmcache_core.tiers.flow.whereabouts import StoredWatch, Whereabouts
 from lmcache_core.tiers.flow.writeback import WriteBack
-from lmcache_core.tiers.l1 import CommittedObject, L1Port
+from lmcache_core.tiers.l1 import NOT_KNOWN, ON_REMOTE_TIER, ON_TIER, CommittedObject, L1Port
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.observer import TierObserver
@@ -285,20 +285,17 @@ class Tiering:
         """The tiers, in order."""
         return self._tiers.values()
 
-    def known(self, namespace: int, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys that some tier is believed to have."""
-        names = tier_keys(keys, namespace, self._epochs.of(namespace))
-        known: set[bytes] = set()
-        for tier in self._tiers.values():
-            known |= tier.accounting.known(names)
-        return {key for key, name in zip(keys, names, strict=True) if name in known}
-
     def on_tiers(self, namespace: int, keys: Sequence[bytes]) -> bytes:
-        """Whether any tier has each key: 1 or 0, or 2 where none is known to have it and one is still listing its
-        medium."""
-        known = self.known(namespace, keys)
-        absent = 2 if any(tier.accounting.scanning for tier in self._tiers.values()) else 0
-        return bytes(1 if key in known else absent for key in keys)
+        """For each key the bits ON_TIER and ON_REMOTE_TIER, each shifted by NOT_KNOWN where that is so."""
+        names = tier_keys(keys, namespace, self._epochs.of(namespace))
+        found = dict.fromkeys(names, 0)
+        listing = 0
+        for tier in self._tiers.values():
+            bit = ON_REMOTE_TIER if tier.remote else ON_TIER
+            listing |= bit if tier.accounting.scanning else 0
+            for name in tier.accounting.known(names):
+                found[name] |= bit
+        return bytes(found[name] | (listing & ~found[name]) << NOT_KNOWN for name in names)
 
     def tenants_changed(self) -> None:
         """Have every tier check what its tenants must give back."""

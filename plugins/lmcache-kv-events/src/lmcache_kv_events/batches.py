@@ -35,7 +35,7 @@ def merged(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
         elif (
             isinstance(last, KvBlocksRemoved)
             and isinstance(event, KvBlocksRemoved)
-            and (last.medium, last.group_idx) == (event.medium, event.group_idx)
+            and (last.medium, last.locality, last.group_idx) == (event.medium, event.locality, event.group_idx)
             and len(last.block_hashes) < BATCH_HASHES
         ):
             last.block_hashes += event.block_hashes
@@ -50,8 +50,8 @@ def merged(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
 def _follows(last: KvBlocksStored, event: KvBlocksStored) -> bool:
     return (
         event.parent_block_hash == last.block_hashes[-1]
-        and (event.block_size, event.lora_id, event.lora_name, event.medium, event.group_idx)
-        == (last.block_size, last.lora_id, last.lora_name, last.medium, last.group_idx)
+        and (event.block_size, event.lora_id, event.lora_name, event.medium, event.locality, event.group_idx)
+        == (last.block_size, last.lora_id, last.lora_name, last.medium, last.locality, last.group_idx)
         and bool(event.token_ids) == bool(last.token_ids)
         and len(last.block_hashes) < BATCH_HASHES
         and len(last.token_ids) < BATCH_TOKENS

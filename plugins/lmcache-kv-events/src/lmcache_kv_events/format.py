@@ -12,6 +12,7 @@ import msgspec
 
 BlockHash = int | bytes
 Medium = Literal["CPU", "STORAGE"]
+Locality = Literal["LOCAL", "REMOTE"]  # REMOTE: other servers have the same blocks there
 END_SEQ = (-1).to_bytes(8, "big", signed=True)  # after the last batch of a replay
 
 
@@ -27,6 +28,9 @@ class KvBlocksStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
     lora_name: str | None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: Locality | None = None
 
 
 class KvBlocksRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
@@ -35,6 +39,7 @@ class KvBlocksRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
     block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None
+    locality: Locality | None = None
 
 
 class KvAllCleared(msgspec.Struct, tag="AllBlocksCleared"):
@@ -64,7 +69,10 @@ def as_hash(value: bytes, shape: Literal["int", "bytes"]) -> BlockHash:
 
 
 def _as_array(event: KvEvent) -> list[Any]:
-    fields = [getattr(event, name) for name in event.__struct_fields__]
+    names = event.__struct_fields__
+    if "group_idx" in names:  # those that read arrays know nothing of what came later
+        names = names[: names.index("group_idx") + 1]
+    fields = [getattr(event, name) for name in names]
     while fields and event.__struct_defaults__ and fields[-1] is None and len(fields) > _always(event):
         fields.pop()
     return [event.__struct_config__.tag, *fields]

@@ -29,7 +29,9 @@ class KvEventsSettings(BaseModel):
         default="map", description="format of events: maps (vLLM 0.32), or tagged arrays"
     )
     hashes: Literal["int", "bytes"] = Field(default="int", description="block hashes: low 64 bits, or all bytes")
-    token_ids: bool = Field(default=False, description="pass on the tokens of blocks; they are content")
+    token_ids: bool = Field(
+        default=True, description="pass on the tokens of blocks, which routers index; they are content"
+    )
     batches_kept: int = Field(default=10_000, ge=1, le=1_000_000, description="batches kept for replays, up to 64 MiB")
     blocks_max: int = Field(
         default=1_000_000,

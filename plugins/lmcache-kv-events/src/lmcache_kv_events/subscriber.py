@@ -15,6 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lmcache_core.observe.events import (
+    IN_POOL,
+    NOT_KNOWN,
+    ON_REMOTE_TIER,
+    ON_TIER,
     BlocksReported,
     CacheCleared,
     CacheEvent,
@@ -29,13 +33,25 @@ from lmcache_core.observe.events import (
 )
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_kv_events.batches import in_batches, merged
-from lmcache_kv_events.format import KvAllCleared, KvBlocksRemoved, KvBlocksStored, KvEvent, as_hash
+from lmcache_kv_events.format import (
+    KvAllCleared,
+    KvBlocksRemoved,
+    KvBlocksStored,
+    KvEvent,
+    Locality,
+    Medium,
+    as_hash,
+)
 from lmcache_kv_events.limits import ASKED_KEYS, KNOWN_BYTES_MAX, PENDING_BYTES_MAX, PENDING_MAX
 from lmcache_kv_events.publisher import Publisher, Snapshot
 from lmcache_kv_events.settings import KvEventsSettings
 
-_CPU, _STORAGE = 1, 2
-_MEDIA = ((_CPU, "CPU"), (_STORAGE, "STORAGE"))
+_PLACES: dict[int, tuple[Medium, Locality]] = {
+    IN_POOL: ("CPU", "LOCAL"),
+    ON_TIER: ("STORAGE", "LOCAL"),
+    ON_REMOTE_TIER: ("STORAGE", "REMOTE"),
+}
+_TIERS = (ON_TIER, ON_REMOTE_TIER)
 _Key = tuple[int, bytes]
 
 
@@ -75,7 +91,7 @@ class KvEvents(EventSubscriber):
         self._settings = settings
         self._known: OrderedDict[_Key, _KnownBlocks] = OrderedDict()
         self._known_bytes = 0
-        # How many objects have a block on a medium: objects of two namespaces may have the same one.
+        # How many objects have a block in a place: objects of two namespaces may have the same one.
         self._holders: Counter[tuple[int, int | None, int | bytes]] = Counter()
         # Reported, and stored nowhere: not yet, or not now. Engines decide how many and how large these are.
         self._pending: OrderedDict[_Key, int] = OrderedDict()  # with their bytes
@@ -105,16 +121,17 @@ class KvEvents(EventSubscriber):
             case BlocksReported():
                 self._reported(event, changes)
             case ObjectsAdmitted() | ObjectsLoaded():
-                self._arrived(event.namespace, event.keys, _CPU, changes)
+                self._arrived(event.namespace, event.keys, IN_POOL, changes)
             case ObjectsOnTiers():
                 self._seen(event, changes)
             case ObjectsEvicted() | ObjectsRemoved():
-                self._left(event.namespace, event.keys, _CPU, changes)
+                self._left(event.namespace, event.keys, IN_POOL, changes)
             case CacheCleared(tiers=True, namespace=None):
                 self._clear_all(changes)
             case CacheCleared(tiers=True, namespace=int(namespace)):
                 keys = [key for owner, key in self._known if owner == namespace]
-                self._left(namespace, keys, _STORAGE, changes)
+                for place in _TIERS:
+                    self._left(namespace, keys, place, changes)
             case EventsMissed():
                 self._forget_all(changes)  # better to report too little than something wrong
             case TierListChanged() | TiersRecounted():
@@ -122,11 +139,13 @@ class KvEvents(EventSubscriber):
                 self._ask_next()
 
     def _seen(self, event: ObjectsOnTiers, changes: list[KvEvent]) -> None:
-        """The tiers say what they have together: what one of them has lost, another may have."""
-        there = [key for key, found in zip(event.keys, event.there, strict=True) if found == 1]
-        gone = [key for key, found in zip(event.keys, event.there, strict=True) if found == 0]
-        self._arrived(event.namespace, there, _STORAGE, changes)
-        self._left(event.namespace, gone, _STORAGE, changes)
+        """The tiers of a kind say what they have together: what one of them has lost, another may have."""
+        found = list(zip(event.keys, event.there, strict=True))
+        for place in _TIERS:
+            there = [key for key, at in found if at & place]
+            gone = [key for key, at in found if not at & (place | place << NOT_KNOWN)]
+            self._arrived(event.namespace, there, place, changes)
+            self._left(event.namespace, gone, place, changes)
         if event.asked and self._querying:
             self._querying = False
             self._ask_next()
@@ -182,9 +201,9 @@ class KvEvents(EventSubscriber):
             self._forget(next(iter(self._pending)), changes)
 
     def _arrived_at(self, name: _Key, known: _KnownBlocks, media: int, changes: list[KvEvent]) -> None:
-        for medium, _ in _MEDIA:
-            if media & medium and not known.media & medium:
-                self._arrive(name, known, medium, changes)
+        for place in _PLACES:
+            if media & place and not known.media & place:
+                self._arrive(name, known, place, changes)
 
     def _make_room(self, nbytes: int, changes: list[KvEvent]) -> None:
         while self._known and (
@@ -192,26 +211,26 @@ class KvEvents(EventSubscriber):
         ):
             self._forget(next(iter(self._known)), changes)
 
-    def _arrived(self, namespace: int, keys: Iterable[bytes], medium: int, changes: list[KvEvent]) -> None:
+    def _arrived(self, namespace: int, keys: Iterable[bytes], place: int, changes: list[KvEvent]) -> None:
         for key in keys:
             known = self._known.get((namespace, key))
-            if known is not None and not known.media & medium:
-                self._arrive((namespace, key), known, medium, changes)
+            if known is not None and not known.media & place:
+                self._arrive((namespace, key), known, place, changes)
 
-    def _arrive(self, name: _Key, known: _KnownBlocks, medium: int, changes: list[KvEvent]) -> None:
+    def _arrive(self, name: _Key, known: _KnownBlocks, place: int, changes: list[KvEvent]) -> None:
         if not known.media:
             self._pending_bytes -= self._pending.pop(name, 0)
-        known.media |= medium
-        event = self._stored(known.blocks, medium)
-        self._holders.update((medium, event.group_idx, each) for each in event.block_hashes)
+        known.media |= place
+        event = self._stored(known.blocks, place)
+        self._holders.update((place, event.group_idx, each) for each in event.block_hashes)
         changes.append(event)
 
-    def _left(self, namespace: int, keys: Iterable[bytes], medium: int, changes: list[KvEvent]) -> None:
+    def _left(self, namespace: int, keys: Iterable[bytes], place: int, changes: list[KvEvent]) -> None:
         for key in keys:
             known = self._known.get((namespace, key))
-            if known is not None and known.media & medium:
-                known.media &= ~medium
-                changes += self._removed(known.blocks, medium)
+            if known is not None and known.media & place:
+                known.media &= ~place
+                changes += self._removed(known.blocks, place)
                 if not known.media:
                     self._wait((namespace, key), changes)
 
@@ -219,9 +238,9 @@ class KvEvents(EventSubscriber):
         known = self._known.pop(name)
         self._known_bytes -= known.blocks.nbytes
         self._pending_bytes -= self._pending.pop(name, 0)
-        for medium, _ in _MEDIA:
-            if known.media & medium:
-                changes += self._removed(known.blocks, medium)
+        for place in _PLACES:
+            if known.media & place:
+                changes += self._removed(known.blocks, place)
 
     def _clear_all(self, changes: list[KvEvent]) -> None:
         """Nothing is stored any more; what is stored from now on may have been reported before."""
@@ -240,29 +259,32 @@ class KvEvents(EventSubscriber):
         self._querying = False
         changes[:] = [KvAllCleared()]
 
-    def _stored(self, blocks: _Blocks, medium: int) -> KvBlocksStored:
+    def _stored(self, blocks: _Blocks, place: int) -> KvBlocksStored:
         shape = self._settings.hashes
+        medium, locality = _PLACES[place]
         return KvBlocksStored(
             [as_hash(each, shape) for each in blocks.hashes],
             None if blocks.parent is None else as_hash(blocks.parent, shape),
             list(blocks.token_ids),
             blocks.block_size,
             blocks.lora_id,
-            dict(_MEDIA)[medium],
+            medium,
             blocks.lora_name,
             group_idx=blocks.group,
+            locality=locality,
         )
 
-    def _removed(self, blocks: _Blocks, medium: int) -> list[KvBlocksRemoved]:
+    def _removed(self, blocks: _Blocks, place: int) -> list[KvBlocksRemoved]:
         """Of the blocks that no other object has there; empty if there is none."""
         gone: list[int | bytes] = []
         for each in blocks.hashes:
-            holder = medium, blocks.group, as_hash(each, self._settings.hashes)
+            holder = place, blocks.group, as_hash(each, self._settings.hashes)
             self._holders[holder] -= 1
             if self._holders[holder] <= 0:
                 del self._holders[holder]
                 gone.append(holder[-1])
-        return [KvBlocksRemoved(gone, dict(_MEDIA)[medium], blocks.group)] if gone else []
+        medium, locality = _PLACES[place]
+        return [KvBlocksRemoved(gone, medium, blocks.group, locality)] if gone else []
 
     def _snapshot(self) -> Snapshot:
         """Everything that is stored, and the number of the last batch it includes; -1: none."""
@@ -271,6 +293,6 @@ class KvEvents(EventSubscriber):
             seq = self._publisher.last_seq
 
         def events() -> Iterator[KvEvent]:
-            return (self._stored(blocks, at) for blocks, media in there for at, _ in _MEDIA if media & at)
+            return (self._stored(blocks, at) for blocks, media in there for at in _PLACES if media & at)
 
         return Snapshot(seq, events)

@@ -42,7 +42,18 @@ from lmcache_core.server.peers.tallies import WorkerTallies
 from lmcache_core.server.pool.observer import ServerObserver
 from lmcache_core.server.pool.publishing import open_publisher
 from lmcache_core.tiers import l1 as contract
-from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
+from lmcache_core.tiers.l1 import (
+    IN_POOL,
+    ON_REMOTE_TIER,
+    ON_TIER,
+    LoadGrant,
+    Loading,
+    LoadWait,
+    Named,
+    Slot,
+    StorePin,
+    TierReason,
+)
 
 if TYPE_CHECKING:
     from lmcache_core.protocol.messages import Message
@@ -361,10 +372,11 @@ class L1:
             self.note_uses()
 
     def media_of(self, namespace: int, keys: Sequence[bytes]) -> bytes:
-        """Where the keys are, one byte for each: 1 in the pool, 2 on a tier, or both."""
+        """Where the keys are, as far as is known: one byte of IN_POOL, ON_TIER and ON_REMOTE_TIER for each."""
         ready = {item.key for item in self.kernel.kept(namespace, keys)}
         on_tiers = self.observer.on_tiers(namespace, keys)
-        return bytes((key in ready) | (there == 1) << 1 for key, there in zip(keys, on_tiers, strict=True))
+        known = ON_TIER | ON_REMOTE_TIER
+        return bytes((IN_POOL if key in ready else 0) | at & known for key, at in zip(keys, on_tiers, strict=True))
 
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ def tier_config(settings: TierSettings) -> TierConfig:
         store_cpu_share=settings.store_cpu_share or STORE_CPU_FRACTION * usable_cores(),
         store_io=settings.store_io,
         eviction_name="" if settings.eviction is None else settings.eviction.type,
+        locality=settings.locality,
     )
 
 

@@ -17,7 +17,7 @@ class TierConfig:
     is scanned again (None: only at the start). `eviction_name`: the eviction policy's name for people.
 
     `store_cpu_share`: how many cores stores may keep busy on average. `store_io`: "idle" makes stores wait for a disk
-    that others use, "normal" does not.
+    that others use, "normal" does not. `locality`: "local", "remote" or "auto", see `Tier.remote`.
     """
 
     capacity_bytes: int | None = None
@@ -29,3 +29,4 @@ class TierConfig:
     store_cpu_share: float = math.inf
     store_io: str = "normal"
     eviction_name: str = ""
+    locality: str = "auto"

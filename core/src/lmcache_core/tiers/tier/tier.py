@@ -237,6 +237,12 @@ class Tier:
         return -math.inf if self.hurries else self.store_cpu.rests_until
 
     @property
+    def remote(self) -> bool:
+        """Whether other nodes use its medium, too. An adapter cannot know that of a directory: the settings say so."""
+        can, locality = self.adapter.capabilities, self.config.locality
+        return locality == "remote" or (locality == "auto" and can.shared and not can.private)
+
+    @property
     def gets_stores(self) -> bool:
         """Whether objects are to be stored on it at all."""
         return not self.draining and self.adapter.capabilities.stores
