@@ -235,6 +235,15 @@ def evicted_from_tier(at: World) -> None:
     at.client.clear(NS)
 
 
+def outrun(at: World) -> None:
+    """A slow tier, whose queue is not full."""
+    at.faults("store hang")
+    at.store(*range(20))  # its lanes have some of these
+    at.store("k")
+    at.overflow()
+    until(lambda: at.client.explain([key("k")], namespace=NS)[0].reason == "throttled", "its turn")
+
+
 def gone_from_tier(at: World) -> None:
     """The store policy keeps objects on the tier alone, and somebody emptied it."""
     at.store("k")
@@ -270,7 +279,10 @@ def gone_from_tier(at: World) -> None:
         (damaged, "damaged", "tier cold: damaged there, found .* ago: .+", {"l2": TIER}),
         (evicted_from_tier, "cleared", "tier cold: evicted .* ago by lru",
          {"l2": {"cold": {**TIER["cold"], "capacity_bytes": 8 * NBYTES}}}),
-        (gone_from_tier, "dropped", "removed from the pool .* ago", {"l2": TIER, "store_policy": "skip_l1"}),
+        (gone_from_tier, "gone", "removed from the pool .* ago.*; tier cold: gone from it .* ago",
+         {"l2": TIER, "store_policy": "skip_l1"}),
+        (outrun, "throttled", "evicted from the pool .* ago.*; tier cold: it left the pool before it was stored there",
+         {"l2": {"cold": {"type": "mock", "deadline_s": 600}}}),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )  # fmt: skip

@@ -435,7 +435,7 @@ def test_what_was_dropped_while_it_was_being_stored_is_deleted_though_the_first_
     adapter.release("store")
     loop.until(lambda: the_tier(loop)["deletes"]["failed"])
     assert adapter.objects
-    assert not loop.tiering.known(doubles.namespace, [key])
+    assert not any(loop.tiering.on_tiers(doubles.namespace, [key]))
     assert not loop.tiering.drained, "an orderly end waits for what is to be deleted"
     del adapter.errors["delete"]
     loop.jump(BREAKER_PAUSE_MAX_S)
@@ -444,7 +444,7 @@ def test_what_was_dropped_while_it_was_being_stored_is_deleted_though_the_first_
     loop.store(doubles.contents(1))
     loop.until(lambda: adapter.objects)
     loop.idle()
-    assert loop.tiering.known(doubles.namespace, [key]), "what is stored again counts again"
+    assert any(loop.tiering.on_tiers(doubles.namespace, [key])), "what is stored again counts again"
 
 
 @pytest.mark.parametrize("policy", [DefaultStore, SkipL1Store])
@@ -476,11 +476,11 @@ def test_what_was_dropped_is_found_again_only_once_its_next_store_is_done(double
     adapter.hang("store")
     loop.store(doubles.contents(1))
     loop.until(lambda: adapter.calls["store"] == 2)
-    assert not loop.tiering.known(doubles.namespace, [key]), "it is being stored, and the dropped one is still there"
+    assert not any(loop.tiering.on_tiers(doubles.namespace, [key])), "it is being stored, and the dropped one is still there"
     adapter.errors["store"] = TierError("refused", retryable=False)
     adapter.release("store")
     loop.until(lambda: not loop.tiering.status()["stores"]["in_flight_bytes"])
-    assert not loop.tiering.known(doubles.namespace, [key]), "nobody has replaced it"
+    assert not any(loop.tiering.on_tiers(doubles.namespace, [key])), "nobody has replaced it"
     del adapter.errors["delete"], adapter.errors["store"]
     loop.l1.evict(key)
     loop.jump(BREAKER_PAUSE_MAX_S)

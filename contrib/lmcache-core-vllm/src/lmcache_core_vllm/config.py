@@ -38,7 +38,7 @@ class ConnectorConfig:
     versions of vLLM, which no test of this package has run with.
     """
 
-    server: str = "default"
+    server: str = ""
     runtime_dir: str | None = None
     address: str | None = None
     model: str = ""

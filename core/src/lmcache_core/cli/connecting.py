@@ -47,7 +47,7 @@ def connect(
     logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())
     name, runtime_dir = _settings(arguments, "name", "runtime_dir")
     return Client.connect(
-        name or "default",
+        name or "",
         runtime_dir=runtime_dir,
         address=arguments.address,
         curve=_curve(arguments),

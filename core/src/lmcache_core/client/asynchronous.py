@@ -190,7 +190,7 @@ class AsyncClient:
         self.client = client
 
     @classmethod
-    def connect(cls, name: str = "default", **options: Any) -> AsyncClient:
+    def connect(cls, name: str = "", **options: Any) -> AsyncClient:
         """Like `Client.connect`, which never waits. Use the result in an `async with`, or `close` it."""
         return cls(Client.connect(name, **options))
 

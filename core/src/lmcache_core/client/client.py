@@ -50,7 +50,7 @@ from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.tally import Tally
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.address import check_address, given_root
+from lmcache_core.protocol.address import check_address, default_name, given_root
 from lmcache_core.protocol.codec import join_keys, pack_u64
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
@@ -82,7 +82,7 @@ class Client:
     @classmethod
     def connect(
         cls,
-        name: str = "default",
+        name: str = "",
         *,
         runtime_dir: str | Path | None = None,
         address: str | None = None,
@@ -99,7 +99,8 @@ class Client:
         wait_s: float = LINK_WAIT_PAUSE_S,
         trace: bool = False,
     ) -> Client:
-        """A client of the server `name` on this node, or of the one at a ZMQ `address`.
+        """A client of the server `name` on this node (empty: `LMCACHE_CORE_NAME`, or else "default"), or of the one at
+        a ZMQ `address`.
 
         Returns at once, whether or not the server is there. While it is not, lookups miss and stores are not stored.
         `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes of
@@ -123,7 +124,7 @@ class Client:
         """
         root = given_root(runtime_dir)
         target = Target(
-            name,
+            name or default_name(),
             root,
             None if address is None else check_address(address),
             curve,

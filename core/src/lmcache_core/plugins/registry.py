@@ -34,6 +34,7 @@ TIER_FIELDS = frozenset(
         "deadline_s",
         "evict_ratio",
         "eviction",
+        "locality",
         "rescan_s",
         "store_cpu_share",
         "store_io",
@@ -50,6 +51,7 @@ _WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HE
 
 # The packages of components from the same family, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
+    (Kind.L2_ADAPTER, "block"): "lmcache-block",
     (Kind.L2_ADAPTER, "fs"): "lmcache-fs",
     (Kind.L2_ADAPTER, "s3"): "lmcache-s3",
     (Kind.L2_ADAPTER, "redis"): "lmcache-redis",
@@ -70,6 +72,12 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.OPERATION, "record"): "lmcache-lab",
     (Kind.TRACER, "otel"): "lmcache-otel",
     **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
+}
+# What people call a medium, and the adapter for it.
+_ALSO_CALLED = {
+    **{(Kind.L2_ADAPTER, word): "fs" for word in ("disk", "file", "filesystem", "nvme", "ssd", "nfs")},
+    **{(Kind.L2_ADAPTER, word): "s3" for word in ("aws", "minio", "object")},
+    (Kind.L2_ADAPTER, "valkey"): "redis",
 }
 
 
@@ -168,7 +176,8 @@ class Registry:
         text = f"there is no {kind} {name!r}"
         if (kind, name) in KNOWN_HOMES:
             raise PluginError(text, cure=install_command(KNOWN_HOMES[kind, name]))
-        meant = suggestion(name, known).removeprefix(": ")
+        other = _ALSO_CALLED.get((kind, name), "")
+        meant = f"did you mean {other!r}?" if other else suggestion(name, known).removeprefix(": ")
         cure = f"{meant} Or install the package that has it" if meant else "install the package that has it"
         raise PluginError(text, cure=f"{cure} (installed: {', '.join(known) or 'none'})")
 

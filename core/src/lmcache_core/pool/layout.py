@@ -48,6 +48,8 @@ class Layout:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise UsageError(f"layout dtype {self.dtype!r} is not known: use one of {known}")
+        if not isinstance(self.shape, tuple):
+            raise UsageError(f"the shape of a layout is a tuple, such as (524288,), and not {self.shape!r:.80}")
         # Before their product: Python multiplies numbers of any length, and refuses to print long ones.
         if not 0 < len(self.shape) <= DIMENSIONS_MAX:
             raise UsageError(f"a layout has 1 to {DIMENSIONS_MAX} dimensions, and this one has {len(self.shape):,}")

@@ -13,6 +13,7 @@ from lmcache_core.pool.backing import Access, grant_access
 from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.trust import Trust
 
+NAME_VARIABLE = "LMCACHE_CORE_NAME"
 RUNTIME_DIR_VARIABLE = "LMCACHE_CORE_RUNTIME_DIR"
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un's, with its end
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -24,6 +25,11 @@ def given_root(value: str | os.PathLike[str] | None, where: str = "runtime_dir")
         return path_or_none(value)
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def default_name() -> str:
+    """The server that a client means which is given no name: `LMCACHE_CORE_NAME`, or else "default"."""
+    return os.environ.get(NAME_VARIABLE) or "default"
 
 
 def named_root(root: Path | None) -> Path | None:

@@ -23,7 +23,7 @@ def _absolute(value: Any) -> Any:
 def _optional(value: Any) -> Any:
     if not isinstance(value, str | os.PathLike):
         return value
-    path = path_or_none(value)
+    path = None if str(value).strip().lower() == "none" else path_or_none(value)
     return None if path is None else str(path)
 
 
@@ -31,4 +31,4 @@ AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 """A path that is set: `~` is expanded, and a relative or empty one is refused."""
 
 OptionalPath = Annotated[Path | None, BeforeValidator(_optional)]
-"""A path that may be unset; an empty text means the same as None."""
+"""A path that may be unset; an empty text means the same as None, and so does `none`."""

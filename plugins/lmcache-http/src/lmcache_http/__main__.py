@@ -30,7 +30,8 @@ def main() -> None:
         settings = HttpSettings.model_validate_json(sys.argv[1] if len(sys.argv) > 1 else "{}")
         guard = Guard(settings)
     except (ValidationError, ValueError, OSError) as error:
-        sys.exit(f"lmcache-http: {error}")
+        cure = "; correct http.token_file or http.read_token_file" if isinstance(error, OSError) else ""
+        sys.exit(f"lmcache-http: {error}{cure}")
     directory, uid = os.environ.get("LMCACHE_CORE_RUNTIME_DIR"), os.environ.get(SERVER_UID_VARIABLE)
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     node = Node(name, Path(directory) if directory else None, int(uid) if uid else None)

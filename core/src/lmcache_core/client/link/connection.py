@@ -150,7 +150,7 @@ class LifelineConnection(Connection):
                 return False
             except OSError as error:
                 raise DisconnectedError(
-                    f"no server answers at {self._path}: {error.strerror}; {_cure(error)}"
+                    f"no server answers at {self._path}: {error.strerror}; {_cure(error, self._path)}"
                 ) from error
             self._now_connected()
         return True
@@ -268,7 +268,10 @@ class ZmqConnection(Connection):
 
         self._zmq = zmq
         if address.startswith("tcp://") and curve is None:
-            raise UsageError(f"{address} needs CURVE keys because it uses tcp: pass curve=CurveKeys(…)")
+            raise UsageError(
+                f"{address} needs CURVE keys because it uses tcp: pass curve=CurveKeys(…), to a command "
+                "--server-public-key and --client-secret-key"
+            )
         trust.check_ipc(address)
         self._address = address
         self._endings = {
@@ -469,9 +472,13 @@ def _check_descriptors(count: int) -> None:
             opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
 
 
-def _cure(error: OSError) -> str:
+def _cure(error: OSError, path: Path) -> str:
     if isinstance(error, PermissionError):
         return 'the server admits others with l1.access = "group" and its runtime_dir open to them'
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "this process has no descriptor left: see ulimit -n"
+    with contextlib.suppress(OSError):  # others of this user, if a name is wrong
+        names = sorted(each.parent.name for each in path.parent.parent.glob(f"*/{path.name}"))
+        if names and isinstance(error, FileNotFoundError):
+            return f"start one with `lmcache-core serve`, or use the name of one that is there: {', '.join(names[:8])}"
     return "start one with `lmcache-core serve`"

@@ -29,7 +29,7 @@ _SENTENCES = {
     Reason.EVICTED: "evicted from the pool {age} by {policy}{pushed}",
     Reason.EXPIRED: "its writer{who} did not commit in time: its lease expired {age}",
     Reason.CLEARED: "cleared {age}{by}",
-    Reason.QUOTA: "refused {age}: the session{who} was at its quota",
+    Reason.QUOTA: "refused {age}: its tenant, or the session{who}, was at its quota",
     Reason.TIER_ERROR: "its load from a tier failed {age}",
     Reason.LATE: "its load from a tier was not done in time {age}",
     Reason.DAMAGED: "found damaged {age}",
@@ -41,6 +41,7 @@ _SENTENCES = {
     Reason.ABORTED: "its writer{who} gave up {age}",
     Reason.UNVERIFIABLE: "its reader wants all objects verified, but it has no checksum",
 }
+_TOO_SLOW = "it left the pool before it was stored there"
 _TIER_SENTENCES: dict[str, str] = {
     TierReason.THROTTLED: "dropped by its full queue {age}",
     TierReason.EVICTED: "evicted {age}{words}",
@@ -220,6 +221,8 @@ def _word(now: float, tier: m.TierExplained, times: array[float], at: int) -> Ti
         return TierWord(tier.tier, found, why="does not have it")
     age_s, words = max(0.0, now - times[at]), tier.loss_words[tier.lost_words[at]]
     reason = tier.losses[at]
+    if reason == TierReason.EVICTED and not words:  # by no policy of the tier: it left the pool before its turn
+        return TierWord(tier.tier, found, TierReason.THROTTLED, times[at], age_s, why=f"{_TOO_SLOW} {_ago(age_s)}")
     sentence = _TIER_SENTENCES.get(reason, f"{reason} {{age}}{{words}}")
     detail = f" by {words}" if reason == TierReason.EVICTED and words else f": {words}" if words else ""
     return TierWord(tier.tier, found, reason, times[at], age_s, words, sentence.format(age=_ago(age_s), words=detail))

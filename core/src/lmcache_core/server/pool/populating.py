@@ -11,7 +11,7 @@ import threading
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import POPULATE_AGAIN_S, POPULATE_AGAIN_S_MAX, READY_WAIT_S
+from lmcache_core.limits import HOUSEKEEPING_S, POPULATE_AGAIN_S, POPULATE_AGAIN_S_MAX
 from lmcache_core.observe.lines import named
 from lmcache_core.pool.hugepages import huge_page_fraction
 from lmcache_core.pool.populate import Populator
@@ -79,7 +79,7 @@ class PoolPopulator:
         self._populator.wait()
         reached = threading.Event()
         self._loop.call(reached.set)  # after everything that was queued for the loop
-        while not reached.wait(READY_WAIT_S) and not self._loop.ended:
+        while not reached.wait(HOUSEKEEPING_S) and not self._loop.ended:
             pass
         if self.error:
             raise PoolError(f"the pool of {self._name!r} is not populated: {self.error}")

@@ -78,6 +78,7 @@ class _ExistsForAnswer(ExistsCall):
     def answered(self, found: Sequence[bool] | None, reason: TierReason | None) -> None:
         answer, suspects = self._answer, self.tier.verdicts
         answer.found, answer.reason = found, reason
+        answer.losses = [self.tier.losses.find(key) for key in self.keys]  # with what this call has found gone
         if found is None:
             answer.text = self.tier.health.last_error
         elif any(found):

@@ -72,7 +72,9 @@ class ExistsCall(Call):
         found: Sequence[bool] = self.result
         expected = set(self._known)
         gone = [key for key, there in zip(self.keys, found, strict=True) if not there and key in expected]
-        tier.accounting.remove([key for key in gone if not changed.saw(key)])
+        removed = [key for key in gone if not changed.saw(key)]
+        tier.losses.note(removed, TierReason.GONE)
+        tier.accounting.remove(removed)
         hung = tier.order.hung(self.keys)  # a load of these would wait for a change that may never return
         if hung:
             found = [key not in hung and there for key, there in zip(self.keys, found, strict=True)]
