@@ -476,7 +476,9 @@ def test_what_was_dropped_is_found_again_only_once_its_next_store_is_done(double
     adapter.hang("store")
     loop.store(doubles.contents(1))
     loop.until(lambda: adapter.calls["store"] == 2)
-    assert not any(loop.tiering.on_tiers(doubles.namespace, [key])), "it is being stored, and the dropped one is still there"
+    assert not any(loop.tiering.on_tiers(doubles.namespace, [key])), (
+        "it is being stored, and the dropped one is still there"
+    )
     adapter.errors["store"] = TierError("refused", retryable=False)
     adapter.release("store")
     loop.until(lambda: not loop.tiering.status()["stores"]["in_flight_bytes"])
