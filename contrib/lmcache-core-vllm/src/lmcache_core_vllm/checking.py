@@ -51,8 +51,7 @@ def findings(settings: Settings) -> list[Finding]:
         ) as client:
             status = client.status()
     except CacheError as error:
-        cure = "start it: lmcache-core serve. Engines start without it, and find it once it runs"
-        return [*found, Finding.of_error("server", error, cure)]
+        return [*found, Finding.of_error("server", error, "engines start without it, and find it once it runs")]
     return [*found, *server_findings(status)]
 
 
@@ -75,7 +74,10 @@ def connector_finding() -> Finding:
         return Finding(True, subject, f"vLLM {vllm} was still being imported after {IMPORT_S:.0f} s", "try again")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Finding(False, subject, f"vLLM {vllm}: {lines[-1]}", versions.CURE)
+        cure = "vLLM itself cannot be imported here: repair its environment"
+        if "torchvision" in lines[-1]:  # that of an index beside another build of torch
+            cure = "pip uninstall -y torchvision torchaudio torchcodec: they do not match this build of torch"
+        return Finding(False, subject, f"vLLM {vllm}: {lines[-1]}", cure)
     why = versions.refusal(vllm)
     if why:
         return Finding(False, subject, why.removesuffix(f": {versions.CURE}"), versions.CURE)

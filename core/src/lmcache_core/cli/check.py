@@ -116,7 +116,9 @@ def _engine(registry: Registry, name: str, settings: Settings) -> Iterator[Findi
     """The findings of an engine's connector plugin. The server is already running, so its start is not checked."""
     record = next((each for each in registry.plugins if each.name == name), None)
     if record is None:
-        cure = f"run this command in the engine's environment, and there {install_command(f'lmcache-core-{name}')}"
+        cure = f"run this command in the engine's environment, and there {install_command('lmcache-core-vllm')}"
+        if name != "vllm":
+            cure = "vllm is the engine whose connector has a check; any plugin's name is accepted"
         yield Finding(False, f"engine {name}", "no plugin of this name is in use", cure)
     else:
         yield from findings_of(registry, record, settings, ENGINE_CHECK_S)

@@ -106,7 +106,15 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, st
 
 
 def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
-    """A suggestion that ignores the number of underscores, because those are what people get wrong."""
+    """A suggestion that ignores the number of underscores, because those are what people get wrong. In a table that
+    exists, a single word may be a part of a setting's name."""
+    known = list(known)
+    if "_" not in path[-1]:
+        beside = {each[-1]: each for each in known if each[:-1] == path[:-1]}
+        parts = {part: each for name, each in reversed(beside.items()) for part in (*name.split("_"), name)}
+        word = suggestion(path[-1], parts)
+        if word:
+            return f": did you mean {spelled(parts[word.split(chr(39))[1]], origin)!r}?"
     flat = {"_".join(each): each for each in known}
     nearest_text = suggestion("_".join(path), flat)
     if not nearest_text:

@@ -63,8 +63,8 @@ def walk_of(layout: Layout, group_tokens: int, serde: str) -> Walk:
     if len(set(axes)) < len(axes) or not set("KTD") <= set(axes) or axes[-1] != "D" or shape[axes.index("K")] != 2:
         raise UsageError(
             f"{serde} must know where keys and values, tokens and channels lie, and {layout} does not say: it needs a "
-            "memory format with K (of length 2: keys, then values), T and, last, D, such as KLTHD; fp8 and zstd take "
-            "any layout"
+            "memory format with K (of length 2: keys, then values), T and, last, D, such as KLTHD; fp8 needs "
+            "only the dtype, and zstd takes any layout"
         )
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     inner = max(axes.index("K"), axes.index("T")) + 1  # from here on all is one row

@@ -123,7 +123,7 @@ class WorkerTallies:
         is looked up in all of them."""
         self._of(next(iter(spaces)) if len(spaces) == 1 else OTHER).add(grown)
         if grown[Tally.PROMPTS]:
-            for namespace in spaces:
+            for namespace in spaces or (OTHER,):  # none: of a worker that a new server has not heard of yet
                 self._of(namespace).add_prompts(grown)
 
     def _of(self, namespace: int) -> NamespaceTally:
