@@ -402,7 +402,7 @@ def test_check_of_an_engine_asks_its_connector_alone(run: Run) -> None:
     assert "l1" not in said  # a server runs already
     done = run("check", "--json", "--engine", "nobody")
     assert done.returncode == 1
-    assert "pip install lmcache-core-nobody" in str(findings(done)["engine nobody"]["cure"])
+    assert "vllm is the engine whose connector has a check" in str(findings(done)["engine nobody"]["cure"])
 
 
 def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
