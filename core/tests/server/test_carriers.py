@@ -246,17 +246,22 @@ def test_a_session_is_of_the_key_that_opened_it_whoever_shows_its_routing_id(
                 member.send(encode(request))
                 assert not isinstance(decode_reply(member.recv()), m.Error)
 
+        (session,) = server.parts.sessions
+
         # A routing id is free once the library has noticed that its last owner is away.
-        def is_garbage() -> bool:
+        def is_turned_away() -> bool:
             with dealer(context, "other") as other:
+                for _ in range(20):
+                    server.parts.loop.call(lambda: session.send(m.Done(9)))
+                    assert not other.poll(10), "no late answer to another key's request"
                 other.send(encode(m.Clear(3, 7)))
                 assert not other.poll(200), "no answer of another key's session"
-                return carrier.garbage > 0
+                return carrier._door.turned_away > 0
 
         def goes_on() -> bool:
             with dealer(context, "member") as member:
                 member.send(encode(m.Noop(4)))
                 return bool(member.poll(200)) and decode_reply(member.recv()) == m.Done(4)
 
-        until(is_garbage)
+        until(is_turned_away)
         until(goes_on)
