@@ -133,7 +133,12 @@ def test_close_waits_for_a_slow_server_no_longer_than_it_is_told(
     client.ping()
     (session,) = server.parts.sessions
     stands, go_on = threading.Event(), threading.Event()
-    server.parts.loop.call(lambda: (stands.set(), go_on.wait(WAIT_S)) and None)
+
+    def stand_still() -> None:
+        stands.set()
+        go_on.wait(WAIT_S)
+
+    server.parts.loop.call(stand_still)
     assert stands.wait(WAIT_S)
     client.close(timeout_s=0.0)
     go_on.set()

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer", bound=m.Message)
 class Mouth(Peer):
     """A peer without a socket: what it is sent is kept."""
 
-    carrier = "zmq"
+    carrier = "lifeline"
     uid = os.geteuid()
     pid = 0
     origin = "a test"
@@ -56,6 +56,11 @@ class Desk:
             Segment.attach_fd(self.server.parts.segment.worker_fd(), self.server.parts.segment.info)
         )
         self.stack = stack
+
+    def turn(self) -> None:
+        """A turn of the loop, without its messages."""
+        self.server.parts.loop._run_calls()
+        self.server._tick()
 
     def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
         """The reply to this request; None where it closed the session."""
