@@ -65,7 +65,7 @@ class Desk:
     def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
         """The reply to this request; None where it closed the session."""
         self.server.parts.clock.now += 0.01
-        self.server._tick()
+        self.turn()
         before = len(peer.replies)
         self.server.dispatch.on_frame(peer, memoryview(encode(request)))
         answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpiredNotice)]

@@ -175,7 +175,7 @@ class Case:
     def say(self, request: m.Message) -> m.Message | None:
         """Its answer, which may follow."""
         self.desk.server.parts.clock.now += 0.01
-        self.desk.server._tick()
+        self.desk.turn()
         before = len(self.peer.replies)
         self.desk.server.dispatch.on_frame(self.peer, memoryview(encode(request)))
         return self.answer_to(request, before)
@@ -229,7 +229,7 @@ class Case:
         if self.peer.life_lock is not None:
             self.peer.life_lock.close()
         for _ in range(20):
-            self.desk.server._tick()
+            self.desk.turn()
 
 
 def nothing(case: Case) -> None:
@@ -405,16 +405,16 @@ def test_a_quota_that_cannot_be_applied_is_answered_and_so_is_the_next(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(desk)
-    apply = desk.server.parts.quotas._apply
-    faults: list[str] = []
+    kernel = desk.server.parts.kernel
+    set_tenant, faults = kernel.set_tenant, []
 
-    def fails_once(tenant: str, kept: Any) -> None:
+    def fails_once(tenant: str, *how: Any) -> None:
         if not faults:
             faults.append(tenant)
             raise InjectedError(tenant)
-        apply(tenant, kept)
+        set_tenant(tenant, *how)
 
-    monkeypatch.setattr(desk.server.parts.quotas, "_apply", fails_once)
+    monkeypatch.setattr(kernel, "set_tenant", fails_once)
     requests = [m.SetQuota(60 + at, f"t{at}", [at], {"l1": {"limit_bytes": 4096}}) for at in range(3)]
     before = len(case.peer.replies)
     for request in requests:
@@ -476,7 +476,7 @@ def test_leases_that_expire_leave_nothing_behind_if_any_line_of_it_raises(desk: 
         where = injector.where
         desk.server.parts.clock.now = now + 800.0
         for _ in range(3):
-            desk.server._tick()
+            desk.turn()
         books(desk)
         case.end()
         desk.say(bystander, m.Clear(4, None))
