@@ -157,13 +157,9 @@ class ZmqCarrier:
         if (now := self._loop.clock.now) >= self._check_at_s:
             self._door.end_unfinished(now)
             self._check_at_s = now + self._door.next_check_s
-        looked = False
         for _ in range(_MESSAGES_A_TURN):
             if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return False
-            if not looked:
-                looked = True
-                self._look()
             if self._more:
                 part = socket.recv(zmq.NOBLOCK, copy=False)
                 self._door.received(part.get(zmq.SRCFD), part.buffer.nbytes)
@@ -174,8 +170,10 @@ class ZmqCarrier:
             first = socket.recv(zmq.NOBLOCK, copy=False)
             peer, frame = self._peers.get(identity) or ZmqPeer(self, identity, first), first.buffer
             fd, stranger = first.get(zmq.SRCFD), _origin(first) != peer.origin  # routing ids are chosen by the peers
-            if not stranger and (there := self._door.connection(fd)) is not peer.connection:
-                peer.fd, peer.connection = fd, there  # it has come, or come back
+            there = self._door.connection(fd)
+            if not stranger and (there is None or there is not peer.connection):
+                self._look()  # it has come, or come back
+                peer.fd, peer.connection = fd, self._door.connection(fd)
                 if peer.session is not None:
                     self._door.proven(fd, peer.origin)
             self._door.received(fd, frame.nbytes)
@@ -186,10 +184,8 @@ class ZmqCarrier:
                 self.garbage += 1
                 continue
             self._serving = peer
-            try:
-                on_frame(peer, frame)
-            finally:
-                self._serving = None
+            on_frame(peer, frame)
+            self._serving = None
             if peer.session is not None:  # only peers with a session are remembered: routing ids cost nothing to make
                 if identity not in self._peers:
                     self._door.proven(peer.fd, peer.origin)
