@@ -47,6 +47,8 @@ class Mouth(Peer):
 class Desk:
     """A whole server whose loop does not run: every frame is served here and now."""
 
+    step_s = 0.01  # of the loop's clock, with each message
+
     def __init__(self, tmp_path: Path, stack: ExitStack, **settings: object) -> None:
         self.server = Server(server_settings(tmp_path, l1={"size_bytes": 4 << 20}, **settings))
         stack.callback(self.server._close)
@@ -64,7 +66,7 @@ class Desk:
 
     def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
         """The reply to this request; None where it closed the session."""
-        self.server.parts.clock.now += 0.01
+        self.server.parts.clock.now += self.step_s
         self.turn()
         before = len(peer.replies)
         self.server.dispatch.on_frame(peer, memoryview(encode(request)))
