@@ -182,6 +182,7 @@ TENANT_NAME_CHARS_MAX = 64  # it appears in metrics and every status
 TENANT_NAMESPACES_MAX = 1024  # of one tenant, in one frame
 QUOTAS_FRAME_BYTES = 32 << 10  # of an answer, before the last tenant in it is added
 TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
+SETTINGS_MODELS_MAX = 128  # kept for the next change of a tier; each takes 20 to 100 KB
 TIER_CLOSE_S = 1.0  # how long the server waits for an adapter to close
 TIER_WARNING_PAUSE_S = 30.0  # pause between two warnings about a tier in trouble; `status` counts them all
 RECOUNT_PAUSE_S = 10.0  # between two scans that are requested because accounts may be wrong

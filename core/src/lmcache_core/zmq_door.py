@@ -131,6 +131,10 @@ class ZmqDoor:
                 self._came(event["value"])
         return True
 
+    def connection(self, fd: int) -> object:
+        """What has this descriptor now, as far as `look` has seen: another object for each connection. None: nobody."""
+        return self._proven.get(fd) or self._unproven.get(fd)
+
     def proven(self, fd: int, holder: str) -> None:
         """The connection with this descriptor is one of ours: its peer has said hello, as one of this holder's."""
         connection = self._unproven.pop(fd, None)

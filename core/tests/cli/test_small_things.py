@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -241,3 +243,25 @@ def test_status_and_tiers_find_the_server_that_the_settings_file_names(
         assert json.loads(capsys.readouterr().out)["server"]["name"] == server.parts.settings.name
         assert main(["tiers", "list", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == []
+
+
+RUN_WITHOUT_STREAMS = """
+import os, sys
+from pathlib import Path
+from lmcache_core.cli.main import main
+status = main(["config"])
+Path(sys.argv[1]).write_text(f"{status} {[os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)]}")
+"""
+
+
+def test_standard_streams_that_were_closed_lead_nowhere_and_their_numbers_are_taken(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    subprocess.run(
+        [sys.executable, "-c", RUN_WITHOUT_STREAMS, str(seen)],
+        cwd=tmp_path,
+        preexec_fn=lambda: os.closerange(0, 3),
+        close_fds=True,
+        timeout=120,
+        check=True,
+    )
+    assert seen.read_text() == f"0 {['/dev/null'] * 3}"

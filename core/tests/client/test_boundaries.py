@@ -152,6 +152,8 @@ def test_what_makes_no_sense_is_refused(world: Groups) -> None:
             client.lookup_many(groups, unit_tokens=units)
 
     refused("unit_tokens is 0", [(SPACES[0], key)], 0)
+    refused("unit_tokens is None", [(SPACES[0], key)], None)
+    refused("unit_tokens is 1.5", [(SPACES[0], key)], 1.5)
     refused("2 figures for 1 groups", [(SPACES[0], key)], [1, 2])
     refused("one bytes object", [(SPACES[0], key[0])], 1)
     refused("group 0 needs 'prefix': give Need.PREFIX", [(SPACES[0], key, "prefix")], 1)

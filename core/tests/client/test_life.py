@@ -126,6 +126,26 @@ def test_ending_waits_for_a_copy_under_way_which_is_stored(
     client.close()
 
 
+def test_close_waits_for_a_slow_server_no_longer_than_it_is_told(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = server.connect()
+    client.ping()
+    (session,) = server.parts.sessions
+    stands, go_on = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        stands.set()
+        go_on.wait(WAIT_S)
+
+    server.parts.loop.call(stand_still)
+    assert stands.wait(WAIT_S)
+    client.close(timeout_s=0.0)
+    go_on.set()
+    assert "did not answer" not in caplog.text, "it has waited"
+    until(lambda: session.ended_by == "goodbye", "the server reads the goodbye all the same")
+
+
 def test_the_life_lock_of_a_former_link_stays_while_a_thread_copies_under_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

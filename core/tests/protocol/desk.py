@@ -26,7 +26,7 @@ Answer = TypeVar("Answer", bound=m.Message)
 class Mouth(Peer):
     """A peer without a socket: what it is sent is kept."""
 
-    carrier = "zmq"
+    carrier = "lifeline"
     uid = os.geteuid()
     pid = 0
     origin = "a test"
@@ -47,6 +47,8 @@ class Mouth(Peer):
 class Desk:
     """A whole server whose loop does not run: every frame is served here and now."""
 
+    step_s = 0.01  # of the loop's clock, with each message
+
     def __init__(self, tmp_path: Path, stack: ExitStack, **settings: object) -> None:
         self.server = Server(server_settings(tmp_path, l1={"size_bytes": 4 << 20}, **settings))
         stack.callback(self.server._close)
@@ -57,10 +59,15 @@ class Desk:
         )
         self.stack = stack
 
+    def turn(self) -> None:
+        """A turn of the loop, without its messages."""
+        self.server.parts.loop._run_calls()
+        self.server._tick()
+
     def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
         """The reply to this request; None where it closed the session."""
-        self.server.parts.clock.now += 0.01
-        self.server._tick()
+        self.server.parts.clock.now += self.step_s
+        self.turn()
         before = len(peer.replies)
         self.server.dispatch.on_frame(peer, memoryview(encode(request)))
         answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpiredNotice)]

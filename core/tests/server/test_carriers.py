@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_reply, encode
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
-from lmcache_testing.waiting import until
+from lmcache_testing.waiting import WAIT_S, until
 
 from .conftest import buffers, keys_of, payload
 
@@ -246,12 +247,21 @@ def test_a_session_is_of_the_key_that_opened_it_whoever_shows_its_routing_id(
                 member.send(encode(request))
                 assert not isinstance(decode_reply(member.recv()), m.Error)
 
+        (session,) = server.parts.sessions
+
         # A routing id is free once the library has noticed that its last owner is away.
         def is_garbage() -> bool:
             with dealer(context, "other") as other:
+                for _ in range(20):
+                    sent = threading.Event()
+                    server.parts.loop.call(lambda: session.send(m.Done(9)))
+                    server.parts.loop.call(sent.set)
+                    assert sent.wait(WAIT_S)
+                    assert not other.poll(10), "no late answer to another key's request"
+                before = carrier.garbage
                 other.send(encode(m.Clear(3, 7)))
                 assert not other.poll(200), "no answer of another key's session"
-                return carrier.garbage > 0
+                return carrier.garbage > before
 
         def goes_on() -> bool:
             with dealer(context, "member") as member:

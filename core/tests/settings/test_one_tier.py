@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -74,3 +75,25 @@ def test_what_is_wrong_is_refused_without_showing_a_secret(
 def test_a_tiers_own_settings_have_the_name_that_those_of_a_policy_have(registry: Registry) -> None:
     tier = make_settings(registry, l2={"cold": {"type": "acme", "bucket": "b"}}).l2["cold"]
     assert tier.settings.bucket == "b"
+
+
+def classes() -> int:
+    return sum(isinstance(each, type) for each in gc.get_objects())
+
+
+def test_changes_make_no_classes_which_a_server_would_never_collect(registry: Registry) -> None:
+    settings = tier_settings(registry, "cold", VALUES, {})
+    settings = tier_settings(registry, "cold", {}, {"deadline_s": "3"}, settings)
+    gc.collect()
+    gc.disable()
+    try:
+        before = classes()
+        for seconds in range(1, 6):
+            settings = tier_settings(registry, "cold", {}, {"deadline_s": str(seconds)}, settings)
+            with pytest.raises(SettingsError):
+                tier_settings(registry, "cold", {}, {"deadline_s": "soon"}, settings)
+        assert classes() == before
+    finally:
+        gc.enable()
+    assert settings.deadline_s == 5
+    assert type(tier_settings(registry, "warm", VALUES, {})) is type(settings)

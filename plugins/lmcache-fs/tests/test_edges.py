@@ -216,6 +216,37 @@ def test_a_thing_in_place_of_a_file_is_one_bad_object_and_stays(disk: Any, thing
     assert time.monotonic() - started < WAIT_S, "nothing waits for its other end"
 
 
+def test_a_file_in_place_of_a_shard_costs_only_what_was_in_it(disk: Any) -> None:
+    one = disk()
+    other = b"o" * 44
+    one.store(KEY, b"content")
+    one.store(other, b"well")
+    (path,) = [each for each in one.files() if each.name == KEY.hex()]
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_bytes(b"not ours")
+    assert one.exists(KEY, other) == [False, True]
+    assert one.exists(KEY) == [False]
+    assert one.load(KEY, 7)[0].result is Result.MISS
+    assert one.load(other, 4)[0].result is Result.DONE
+    assert one.adapter.delete([KEY], one.deadline)[0].result is Result.DONE
+    assert one.adapter.set_aside([KEY], one.deadline)[0].result is Result.DONE
+    assert [entry.key for entry in one.adapter.scan(None, one.deadline).entries] == [other]
+    refused = one.store(KEY, b"content")
+    assert (refused.result, str(path) in refused.error) == (Result.FAILED, True)
+    assert path.parent.read_bytes() == b"not ours"
+
+
+def test_a_file_in_place_of_all_shards_is_a_tier_in_trouble(disk: Any) -> None:
+    one = disk()
+    one.store(KEY, b"content")
+    shutil.rmtree(one.path / "objects")
+    (one.path / "objects").write_bytes(b"not ours")
+    with pytest.raises(TierError, match="Not a directory"):
+        one.exists(KEY)
+    assert one.load(KEY, 7)[0].result is Result.FAILED
+
+
 @pytest.mark.parametrize("name", ["medium", "leader"])
 @pytest.mark.parametrize("thing", THINGS)
 def test_a_thing_in_place_of_a_file_of_the_tier_itself_holds_nobody_up(disk: Any, thing: str, name: str) -> None:

@@ -99,6 +99,30 @@ def test_a_directory_that_may_not_be_read_is_no_empty_one(folder: Path) -> None:
     assert unprivileged(everything(folder))["scan"] == ["done", 1, False]
 
 
+def test_a_shard_that_may_not_be_entered_costs_only_what_is_in_it(folder: Path) -> None:
+    keys = [b"a" * 44, b"b" * 44]
+
+    def work() -> Json:
+        deadline = time.monotonic() + 60
+        with FsAdapter(FsSettings(path=folder), AdapterContext(tier="disk")) as adapter:
+            adapter.store([StoreItem(key, [memoryview(b"content")]) for key in keys], deadline)
+            shut = next(folder.glob(f"objects/*/{keys[0].hex()}")).parent
+            shut.chmod(0)
+            found = list(adapter.exists(keys, deadline))
+            loaded = adapter.load([LoadItem(key, [memoryview(bytearray(7))]) for key in keys], deadline)
+            try:
+                alone = str(adapter.exists(keys[:1], deadline))
+            except TierError as error:
+                alone = str(error)
+            shut.chmod(0o700)
+        return {"found": found, "loaded": [str(each.result) for each in loaded], "alone": alone}
+
+    said = unprivileged(work)
+    assert said["found"] == [False, True], said
+    assert said["loaded"] == ["failed", "done"]
+    assert "give the server's user the right to read and write" in said["alone"]
+
+
 def test_a_directory_that_is_missing_and_cannot_be_made_is_no_empty_one(folder: Path) -> None:
     folder.chmod(0o500)
     inside = folder / "deeper"

@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status. An error is one line on standard error. With --json it is also an
     object on standard output, so that scripts always read JSON."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of ASCII or Latin-1 shows \\xf7 for what it lacks
@@ -84,6 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
         return EXIT_REFUSED
     return status
+
+
+def _open_standard_streams() -> None:
+    """Whoever starts us may have closed some of descriptors 0 to 2. They lead nowhere then: otherwise the next file or
+    socket that is opened would get such a number, and whatever a helper prints."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(opened, "w" if fd else "r", closefd=False))  # noqa: SIM115  # for good
 
 
 def _run(argv: list[str]) -> int:

@@ -850,8 +850,8 @@ class Client:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End the session: release every lease, invalidate every view. Idempotent.
 
-        Waits up to `timeout_s` for copies by other threads. Copies that have not ended by then, and tensors and arrays
-        that are still referenced, keep their slots reserved until they are dropped.
+        Waits up to `timeout_s`: for copies by other threads, then for the server's answer. Copies that have not ended
+        by then, and tensors and arrays that are still referenced, keep their slots reserved until they are dropped.
         """
         self.links.close(timeout_s)
 

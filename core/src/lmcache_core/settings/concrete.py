@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapSerializer, create_model
 from typing_extensions import TypedDict
 
+from lmcache_core.limits import SETTINGS_MODELS_MAX
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.model import Component, L1Settings, Section, Settings, TierSettings
+
+# A class stands in cycles, and a server collects none that have lived long: each change of a tier would cost 100 KB.
+kept = lru_cache(SETTINGS_MODELS_MAX)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Choices:
     subscribers: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        return hash(repr(self))  # the order of the tiers counts
+
 
 @dataclass(frozen=True)
 class Concrete:
@@ -46,9 +54,10 @@ class Concrete:
     rows: Mapping[str, Mapping[str, type[BaseModel]]]  # of `subscribers` and `operations`
 
 
+@kept
 def concrete_model(registry: Registry, choices: Choices) -> Concrete:
     """Raises PluginError if a named component is not installed, or its settings model is broken."""
-    tiers = {name: _tier(registry, name, choice) for name, choice in choices.tiers.items()}
+    tiers = {name: _tier(registry, choice) for name, choice in choices.tiers.items()}
     eviction = component_model(registry, Kind.EVICTION_POLICY, choices.eviction)
     l1 = create_model("L1Settings", __base__=L1Settings, eviction=_chosen(L1Settings, "eviction", eviction))
     fields: dict[str, Any] = {
@@ -79,6 +88,7 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
     return Concrete(model, tiers, rows)
 
 
+@kept
 def component_model(registry: Registry, kind: Kind, name: str) -> type[Component]:
     """The table of one policy or serde."""
     own = registry.settings_model(kind, name)
@@ -87,7 +97,8 @@ def component_model(registry: Registry, kind: Kind, name: str) -> type[Component
     return create_model(name, __base__=Component, **fields)
 
 
-def _tier(registry: Registry, name: str, choice: TierChoice) -> type[TierSettings]:
+@kept
+def _tier(registry: Registry, choice: TierChoice) -> type[TierSettings]:
     own = registry.settings_model(Kind.L2_ADAPTER, choice.type)
     fields: dict[str, Any] = {
         "type": (Literal[choice.type], Field(description=_description(TierSettings, "type"))),
@@ -99,7 +110,7 @@ def _tier(registry: Registry, name: str, choice: TierChoice) -> type[TierSetting
     if choice.serde:
         links = tuple(component_model(registry, Kind.SERDE, each) for each in choice.serde)
         fields["serde"] = (tuple[links], Field(description=_description(TierSettings, "serde")))  # type: ignore[valid-type]  # made here
-    return create_model(name, __base__=TierSettings, **fields)
+    return create_model(choice.type, __base__=TierSettings, **fields)
 
 
 def _chosen(base: type[BaseModel], name: str, annotation: Any) -> Any:

@@ -13,35 +13,43 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from typing_extensions import is_typeddict
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.settings.concrete import kept
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.settings.schema import read_text
 from lmcache_core.settings.sources import Source, dotted
 
 ROOT = "settings"  # the one field of the model that pydantic-settings fills
+_SOURCES = "sources"
 _BETWEEN = "\0"  # no name contains it
 
 
 def merged(model: type[Settings], sources: Sequence[Source]) -> Settings:
     """The settings from `sources`, strongest first. Raises SettingsError and pydantic's ValidationError."""
-
-    class Merged(BaseSettings):
-        model_config = SettingsConfigDict(
-            env_nested_delimiter=_BETWEEN, case_sensitive=True, extra="forbid", hide_input_in_errors=True
-        )
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **__: PydanticBaseSettingsSource
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(_Leaves(settings_cls, source) for source in sources)
-
-    fields: dict[str, Any] = {ROOT: (model, Field(default={}))}
-    root: Any = create_model("Settings", __base__=Merged, **fields)
     try:
-        settings: Settings = root().settings
+        settings: Settings = _root_of(model)(**{_SOURCES: sources}).settings
     except _UnreadableError as error:
         raise SettingsError(str(error)) from None
     return settings
+
+
+@kept
+def _root_of(model: type[Settings]) -> Any:
+    fields: dict[str, Any] = {ROOT: (model, Field(default={}))}
+    return create_model("Settings", __base__=_Merged, **fields)
+
+
+class _Merged(BaseSettings):
+    """Filled from the sources that it is called with, and from nothing else."""
+
+    model_config = SettingsConfigDict(
+        env_nested_delimiter=_BETWEEN, case_sensitive=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, *_: PydanticBaseSettingsSource, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return tuple(_Leaves(settings_cls, source) for source in init_settings.init_kwargs[_SOURCES])
 
 
 class _UnreadableError(Exception):

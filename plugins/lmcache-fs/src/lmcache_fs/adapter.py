@@ -85,7 +85,7 @@ class FsAdapter(BlockingAdapter):
         self.check_open()
         unclear: list[OSError] = []
         found = [self._is_there(key, unclear) for key in keys]
-        if unclear and len(keys) > 1 and len(unclear) == len(keys):
+        if keys and len(unclear) == len(keys) and (len(keys) > 1 or not self._errors.of_the_file(unclear[0])):
             raise self._errors.tier_error("lookup", unclear[0]) from unclear[0]
         return found
 
@@ -238,17 +238,25 @@ class FsAdapter(BlockingAdapter):
         return _DONE
 
     def _is_there(self, key: bytes, unclear: list[OSError]) -> bool:
-        """A file that cannot be looked at is there: a load will say what is wrong with it."""
+        """A file that cannot be looked at is there: a load will say what is wrong with it. One in a folder that lets
+        nobody in is not."""
         try:
             about = os.lstat(self._paths.object(key))
-        except FileNotFoundError:
-            return False
         except OSError as error:
-            if not self._errors.of_the_file(error):
+            if self._is_absent(error):
+                return False
+            of_the_file = self._errors.of_the_file(error)
+            if not of_the_file and not self._errors.of_the_folder(error):
                 raise self._errors.tier_error("lookup", error) from error
             unclear.append(error)
-            return True
+            return of_the_file
         return _is_file(about) and about.st_size >= TRAILER.size
+
+    def _is_absent(self, error: OSError) -> bool:
+        """Whether there is no such file. A file in place of a shard's folder has none in it, and is not ours."""
+        return isinstance(error, FileNotFoundError) or (
+            isinstance(error, NotADirectoryError) and os.path.isdir(self._paths.objects)
+        )
 
     def _keep_damaged(self, path: str, key: bytes) -> OSError | None:
         """Move a file to the damaged ones; delete it if there are too many, or if moving fails. Returns why the file is
@@ -271,7 +279,7 @@ class FsAdapter(BlockingAdapter):
     # --- all of them --------------------------------------------------------------------------------------
     def refused(self, what: str, error: Exception) -> Outcome:
         assert isinstance(error, OSError)
-        if isinstance(error, FileNotFoundError) and what != "store":
+        if what != "store" and self._is_absent(error):
             return Outcome(Result.MISS) if what == "load" else _DONE
         if isinstance(error, FileNotFoundError):
             return self._errors.of(Result.FAILED, what, error, retryable=True)

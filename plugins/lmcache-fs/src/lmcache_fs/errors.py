@@ -52,6 +52,10 @@ class Errors:
         """Whether a read failed because of what is read: one bad object, and not a bad medium."""
         return error.errno not in _NOT_THE_FILE
 
+    def of_the_folder(self, error: OSError) -> bool:
+        """Whether a look failed because of the rights or the kind of a folder: perhaps of one shard's alone."""
+        return error.errno in (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
     def tier_error(self, what: str, error: OSError) -> TierError:
         """Of a whole call."""
         return self._explained(what, error, retryable=error.errno not in _FORBIDDEN)
@@ -74,5 +78,6 @@ class Errors:
             cure = f"free some space on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:
             cure = f"check the disk under {self._root}"
-        message = f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'})"
+        where = error.filename2 or error.filename or "a file"  # a rename fails because of what is in its way
+        message = f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({where})"
         return TierError(message, cure=cure, retryable=retryable)

@@ -493,7 +493,7 @@ class WindowSearch(GroupSearch):
 
 
 def _units(given: Units, count: int) -> Sequence[int]:
-    units = [given] * count if isinstance(given, int) else given
+    units = given if isinstance(given, Sequence) else [given] * count
     if len(units) != count:
         raise UsageError(f"unit_tokens has {len(units)} figures for {count} groups: give one, or one for each group")
     for unit in {*units}:

@@ -256,14 +256,14 @@ class Link:
         """Continue without the pool: a client on another machine can look up, clear and ask."""
         self.segment, self.index, self.life_lock, self.why_not_mapped = None, None, None, why
 
-    def say_goodbye(self, leases: Sequence[int] | None) -> None:
+    def say_goodbye(self, leases: Sequence[int] | None, timeout_s: float) -> None:
         """End the session, so that nobody has to prove our death, and release every lease. If only these `leases` may
-        be released, the session stays: it ends with its life lock."""
+        be released, the session stays: it ends with its life lock. Waits up to `timeout_s` until the server has."""
         channel = self.channel
         if not channel.lost:
             settled = None if leases is None else list(leases)
-            goodbye = channel.start(m.EndSession(0, leases is None, settled))
-            channel.wait(goodbye, CONNECT_TIMEOUT_S)
+            goodbye = channel.start(m.EndSession(0, leases is None, settled), blocks=False)
+            channel.wait_for(goodbye, min(timeout_s, CONNECT_TIMEOUT_S))
 
     def close_in_child(self) -> None:
         """In a forked child: close our copies of the descriptors, without telling the server."""

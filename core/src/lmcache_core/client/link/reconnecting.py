@@ -418,6 +418,7 @@ class Links:
 
     def close(self, timeout_s: float) -> None:
         """Say goodbye and end the link. Idempotent; after an interrupt, the next call does the rest."""
+        until = self._clock() + timeout_s
         leases, busy = self.occupancy.end(timeout_s, "the client is closed: connect another", closing=True)
         with self._lock:
             link = self._leaving = self._link or self._leaving
@@ -428,7 +429,7 @@ class Links:
         try:
             # With the server gone, everything that a goodbye would release is gone, too.
             with contextlib.suppress(DisconnectedError):
-                link.say_goodbye(leases if busy else None)
+                link.say_goodbye(leases if busy else None, max(0.0, until - self._clock()))
         finally:  # whatever was sent: the life lock and the connection end everything that is not in use
             self.occupancy.remove_idle(busy)
             self.occupancy.leave(busy)

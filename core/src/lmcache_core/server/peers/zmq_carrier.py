@@ -48,7 +48,8 @@ class ZmqPeer(Peer, Backlog):
         self._carrier = carrier
         self.identity = identity
         self.origin = _origin(first)
-        self.fd = first.get(zmq.SRCFD)  # of its connection
+        self.fd = first.get(zmq.SRCFD)  # of its connection …
+        self.connection: object = None  # … which is not the next one with this number
         self.waiting: deque[bytes] = deque()
         self.unread = carrier.unread.open(self.origin)
 
@@ -86,6 +87,7 @@ class ZmqCarrier:
         self._unsent: dict[ZmqPeer, None] = {}  # peers that do not read what is sent to them
         self.garbage = 0  # messages that were dropped
         self._check_at_s = 0.0  # for messages without end
+        self._serving: ZmqPeer | None = None
         self._more = False  # parts of a message that is no frame are still to be dropped, a bounded number a turn
         self._peers: dict[bytes, ZmqPeer] = {}
         self._context = zmq.Context()
@@ -138,8 +140,14 @@ class ZmqCarrier:
         """Does nothing: the turn that follows pumps. The descriptor only wakes the loop."""
 
     def _at_the_door(self, mask: int) -> None:
-        if self._door.look():
-            self._loop.call(lambda: self._at_the_door(mask))  # after everybody's next message
+        self._look()
+
+    def _look(self) -> bool:
+        """Look who has come and gone, up to a bound. Returns whether that was all."""
+        more = self._door.look()
+        if more:
+            self._loop.call(lambda: self._at_the_door(0))  # after everybody's next message
+        return not more
 
     def pump(self, on_frame: Callable[[Peer, memoryview], None]) -> bool:
         """Pass what has come to `on_frame`, up to a bound. True: there is more, come back at once."""
@@ -162,9 +170,12 @@ class ZmqCarrier:
             first = socket.recv(zmq.NOBLOCK, copy=False)
             peer, frame = self._peers.get(identity) or ZmqPeer(self, identity, first), first.buffer
             fd, stranger = first.get(zmq.SRCFD), _origin(first) != peer.origin  # routing ids are chosen by the peers
-            if fd != peer.fd and not stranger:  # it has come back: the former descriptor is another's by now
-                peer.fd = fd
-                self._door.proven(fd, peer.origin)
+            there = self._door.connection(fd)
+            if not stranger and (there is None or there is not peer.connection):
+                self._look()  # it has come, or come back
+                peer.fd, peer.connection = fd, self._door.connection(fd)
+                if peer.session is not None:
+                    self._door.proven(fd, peer.origin)
             self._door.received(fd, frame.nbytes)
             self._more = bool(socket.getsockopt(zmq.RCVMORE))
             if stranger:  # a session belongs to the key that has opened it
@@ -172,7 +183,9 @@ class ZmqCarrier:
             if stranger or self._more:
                 self.garbage += 1
                 continue
+            self._serving = peer
             on_frame(peer, frame)
+            self._serving = None
             if peer.session is not None:  # only peers with a session are remembered: routing ids cost nothing to make
                 if identity not in self._peers:
                     self._door.proven(peer.fd, peer.origin)
@@ -190,7 +203,13 @@ class ZmqCarrier:
             self._unsent[peer] = None
 
     def _sent(self, peer: ZmqPeer, frame: bytes) -> bool:
-        """Whether the library has taken it."""
+        """Whether the library has taken it, or there is nobody to take it. The library knows a peer by its routing id
+        alone, which anybody may show once its connection has ended."""
+        if peer is not self._serving and not self._look():
+            return False
+        if peer.connection is None or self._door.connection(peer.fd) is not peer.connection:
+            self.garbage += 1
+            return True
         try:
             self._socket.send_multipart([peer.identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -210,7 +229,8 @@ class ZmqCarrier:
 
     def remove(self, peer: ZmqPeer) -> None:
         """Forget a peer."""
-        if self._peers.pop(peer.identity, None) is not None:
+        known = self._peers.pop(peer.identity, None) is not None
+        if known and self._door.connection(peer.fd) is peer.connection:
             self._door.unproven(peer.fd)
         self._unsent.pop(peer, None)
         peer.waiting.clear()

@@ -23,6 +23,7 @@ import msgspec
 from lmcache_core import limits
 from lmcache_core.errors import CacheError, LimitError, SettingsError, UsageError
 from lmcache_core.files import SharedLines, is_torn
+from lmcache_core.guard import guarded
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.tenants import OTHERS, Quota
 from lmcache_core.protocol import messages as m
@@ -147,7 +148,10 @@ class Quotas:
         if len(self._waiting) >= limits.QUOTA_CHANGES_MAX:
             raise LimitError(f"{limits.QUOTA_CHANGES_MAX} changes of quotas wait to be saved already: try again later")
         self._checked(request)  # to refuse at once what could not be meant
-        self._waiting.append((session, request))
+        self._take_place((session, request))
+
+    def _take_place(self, change: tuple[Session, _Change]) -> None:
+        self._waiting.append(change)
         if len(self._waiting) == 1:
             self._save()
 
@@ -165,21 +169,27 @@ class Quotas:
 
     def _saved(self, tenant: _Kept | None, _: None, error: Exception | None) -> None:
         session, request = self._waiting.popleft()
-        if error is None:
-            self._apply(request.tenant, tenant)
-            session.send(m.Done(request.rid))
-        else:
+
+        def applied() -> m.Message:
+            if error is None:
+                self._apply(request.tenant, tenant)
+                return m.Done(request.rid)
             reason = error.strerror if isinstance(error, OSError) else error
-            session.send(
-                error_reply(
-                    request.rid,
-                    SettingsError(
-                        f"the quota is not set: it cannot be kept in {self._file.path}: {reason}; let the server write "
-                        "there, or set state_dir to a directory where it may"
-                    ),
-                )
+            return error_reply(
+                request.rid,
+                SettingsError(
+                    f"the quota is not set: it cannot be kept in {self._file.path}: {reason}; let the server write "
+                    "there, or set state_dir to a directory where it may"
+                ),
             )
-        self._save()
+
+        def failed(fault: BaseException) -> m.Message:  # for example, of a policy
+            log.error("the quota of tenant %r could not be applied", request.tenant, exc_info=fault)
+            text = "the quota is kept, and could not be applied: restart the server; its log has the traceback"
+            return m.Error(request.rid, "INTERNAL", text, "never")
+
+        session.send(guarded(failed, applied))
+        self._save()  # others wait for it
 
     def _checked(self, request: _Change) -> _Kept | None:
         """What the tenant is after the change; None: gone. Raises `UsageError` and `LimitError`."""

@@ -73,15 +73,13 @@ class TierChanges:
             return m.Done(request.rid)
         if request.action == "add":
             self._refuse_taken(name)
-            self._build(session, request, lambda: self._add(name, request))
-        elif request.action == "reconfigure":
+            return self._build(session, request, lambda: self._add(name, request))
+        if request.action == "reconfigure":
             before = self._settings.get(name)
             if before is None:
                 raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._settings) or 'none'}")
-            self._build(session, request, lambda: self._reconfigure(name, request, before))
-        else:
-            raise UsageError(f"unknown tier action {request.action!r}: use add, drain, remove or reconfigure")
-        return None
+            return self._build(session, request, lambda: self._reconfigure(name, request, before))
+        raise UsageError(f"unknown tier action {request.action!r}: use add, drain, remove or reconfigure")
 
     # --- on a thread of its own ---------------------------------------------------------------------------
 
@@ -125,7 +123,8 @@ class TierChanges:
         for layout in self._layouts_in_use():
             tier.check_layout(layout)
 
-    def _build(self, session: Session, request: m.ChangeTier, make: Callable[[], _Finish]) -> None:
+    def _build(self, session: Session, request: m.ChangeTier, make: Callable[[], _Finish]) -> m.Message | None:
+        """None: the answer follows."""
         if len(self._under_way) >= TIER_CHANGES_MAX:
             raise LimitError(f"{TIER_CHANGES_MAX} tiers are already being changed: wait for the answers")
         self._under_way.add(request.tier)
@@ -137,6 +136,7 @@ class TierChanges:
         if started(work, f"tier-{request.tier}-build") is None:
             self._under_way.discard(request.tier)
             raise LimitError(f"the system gives no thread to build tier {request.tier!r} on: try again later")
+        return None
 
     def _answer(self, session: Session, request: m.ChangeTier, finish: _Finish) -> None:
         self._under_way.discard(request.tier)
