@@ -247,6 +247,23 @@ def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess)
         )
 
 
+def test_the_server_shows_saves_that_it_never_heard_of_and_keeps_nothing_for_them(server: ServerProcess) -> None:
+    with server.client() as client, server.client(maps_pool=False) as other:
+        rank = Rank(client, 1, "slow", settings={"step_wait_s": 0.05})
+        rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))  # the first one is waited for longer
+        before = other.status()["traffic"]["dropped_stores"]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            rank.side.save(Step(HASHING, saves=[Blocks(0, hashes(4, 7), [5, 6, 7])]))
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        rank.side.hear_saves()
+        assert rank.side.counters.take()["save_dropped_blocks"] == 3
+        now = other.status()
+        assert now["traffic"]["dropped_stores"] == before + 3
+        assert now["l1"]["leases_by_kind"]["write"] == 0
+
+
 def test_a_load_that_meets_the_engines_sleep_writes_nothing_more_and_is_told_of_after_it(
     server: ServerProcess, rank: Rank, client: Client
 ) -> None:

@@ -359,7 +359,7 @@ class WorkerSide:
             self.counters.add("save_tainted_blocks", count)
             return
         if self._patience.over or len(self.saving) >= self._config.saves_in_flight:
-            self.counters.add("save_dropped_blocks", count)
+            self._drop(count)
             return
         if self._share.rests and not step.delivers:
             self.counters.add("save_paced_blocks", count)
@@ -379,7 +379,7 @@ class WorkerSide:
             if str(error) != self._why_not_stored:  # once, and not in every step
                 log.warning("%d blocks are not stored: %s", count, error)
             self._why_not_stored = str(error)
-            self.counters.add("save_dropped_blocks", count)
+            self._drop(count)
             self._patience.waited_in_vain()
             return
         entries_bytes = [shard.groups[each.group].block_bytes for each, shard in product(step.saves, self.shards)]
@@ -409,6 +409,7 @@ class WorkerSide:
             self._patience.waited_in_vain()
         else:
             self._patience.answered()
+        self._drop(sum(statuses.count(Status.UNREACHABLE) for statuses in result.statuses))
         for number, statuses in enumerate(result.statuses):
             for status in statuses:
                 if status is Status.STORED:
@@ -416,10 +417,13 @@ class WorkerSide:
                     add("save_bytes", saving.block_bytes[number])
                 elif status is Status.EXISTS:
                     add("save_existing_blocks")
-                elif status is Status.UNREACHABLE:
-                    add("save_dropped_blocks")
-                else:
+                elif status is not Status.UNREACHABLE:
                     add("save_refused_blocks")
+
+    def _drop(self, count: int) -> None:
+        """These are not stored. Only the worker knows: the server may never have heard of them."""
+        self.counters.add("save_dropped_blocks", count)
+        self._client.count_dropped_stores(count)
 
     # --- both -------------------------------------------------------------------------------------------------
 
