@@ -200,8 +200,8 @@ def test_models_with_several_groups_go_on_with_what_has_come(
 # --- ends at any block ----------------------------------------------------------------------------------------
 
 # How many transfers, or which, as in "400-480": a thousand take an hour on two cores, and can be run in pieces.
-FIRST, _, END = os.environ.get("LMCACHE_CORE_VLLM_TRANSFERS", "64").rpartition("-")
-ROUND = 16  # at once
+FIRST, _, END = os.environ.get("LMCACHE_CORE_VLLM_TRANSFERS", "96").rpartition("-")
+ROUND = 24  # at once
 TRANSFERS = range(int(FIRST or "0") // ROUND * ROUND, int(END), ROUND)
 KILLS = """
 import os

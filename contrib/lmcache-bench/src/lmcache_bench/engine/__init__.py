@@ -3,9 +3,11 @@
 `--engine vllm`, in an environment with vLLM: time to first token of a prompt that our connector has, in pairs with a
 connector that keeps the same blocks in a dict of the engine's own process; loads into the engine's memory beside the
 best bare copy of the same blocks; and traffic without any reuse, with our connector and without, in pairs in ABBA order
-in one engine whose connector is switched at run time. `--engine transformers`: time to first token cold, from the pool,
-from a disk, and from a dict of the same tensors. `--quick` skips the tier on a disk. `--peer lmcache` adds an engine
-with LMCache's own connector and server, in its own environment, in turns with one that has ours.
+in one engine whose connector is switched at run time; and conversations of several turns that the engine's own cache
+cannot keep, beside vLLM's own offloading, a dict, and no connector. `--engine transformers`: time to first token cold,
+from the pool, from a disk, and from a dict of the same tensors. `--quick` skips the tier on a disk and the
+conversations. `--peer lmcache` adds an engine with LMCache's own connector and server, in its own environment, in turns
+with one that has ours.
 
 Each comparison by pairs is accompanied by pairs of a variant with itself: if those are not within 1.02 the machine is
 too busy to tell, and the target is "too noisy", never met.
@@ -28,6 +30,7 @@ PARTS = {
     "load": "vLLM: loads into the engine's memory, beside bare copies",
     "loss": "vLLM: prompts without reuse",
     "tier": "vLLM: prompts without reuse, with a tier on a disk",
+    "turns": "vLLM: conversations that do not fit its own cache, beside its own offloading and a dict",
     "peer": "vLLM: time to first token beside LMCache's connector and server, with --peer",
 }
 
