@@ -89,7 +89,12 @@ def run(options: Namespace, bench: Bench, model: str) -> None:
             )
             for kind, connector in connectors.items()
         }
-        _Turns(engines, talk).record(bench, f"vLLM, {model}, turns")
+        name = f"vLLM, {model}, turns"
+        _Turns(engines, talk).record(bench, name)
+        with server.client(maps_pool=False) as client:
+            status = client.status()
+        bench.record(f"{name}: blocks that ours stored", float(status["counters"].get("stored_objects", 0)), "n")
+        bench.record(f"{name}: blocks that ours dropped", float(status["traffic"]["dropped_stores"]), "n")
 
 
 def _offloading(size_bytes: int) -> dict[str, Any]:
