@@ -46,6 +46,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, help="pairs of runs (default: 20 warm ones, 80 without reuse)")
     parser.add_argument("--threads", type=int, default=0, help="threads of the engine (0: one for each processor)")
     parser.add_argument("--load", choices=("async", "sync"), default="async", help="vLLM: how both connectors load")
+    parser.add_argument(
+        "--step-wait-s", type=float, default=0.004, help="vLLM: how long a step of ours waits for the server at most"
+    )
     parser.add_argument("--copy-threads", type=int, default=0, help="threads of the client (0: what it takes itself)")
 
 

@@ -73,7 +73,7 @@ def run(options: Namespace, bench: Bench, model: str) -> None:
             DICT: _dict(),
             OURS: our_connector(
                 {"server": server.name, "runtime_dir": str(server.runtime_dir), "load": options.load,
-                 "copy_threads": options.copy_threads}
+                 "step_wait_s": options.step_wait_s, "copy_threads": options.copy_threads}
             ),
         }  # fmt: skip
         plan = {

@@ -118,6 +118,7 @@ class _Engine:
                 self._options.load,
                 self._options.threads,
                 self._options.copy_threads,
+                self._options.step_wait_s,
             )
             self._process = stack.enter_context(WorkerProcess(serve, plan))
             self._stack = stack.pop_all()
