@@ -51,7 +51,7 @@ def main() -> None:
             for role, tokens in (("kv_producer", 2 * BLOCK), ("kv_consumer", 4 * BLOCK), ("kv_both", 2 * BLOCK)):
                 options: dict[str, Any] = {"role": role, "max_num_batched_tokens": tokens}
                 salt = "alone" if role == "kv_both" else "pair"
-                settings = server.settings(salt=salt, prefill_timeout_s=60, step_wait_s=0.004, store_cpu_share=4)
+                settings = server.settings(salt=salt, prefill_timeout_s=10, step_wait_s=0.25, store_cpu_share=4)
                 engines.append(Engine(model, settings, log=folder / role, **options))
             prefill, decode, alone = engines
             for engine in (prefill, alone):

@@ -48,7 +48,7 @@ class SessionListener(ABC):
         """No message follows."""
 
 
-class Page(NamedTuple):
+class GrantedPage(NamedTuple):
     """Of a write lease: the position of its first key, and which keys were granted."""
 
     lease_id: int
@@ -86,7 +86,7 @@ class Session:
     check_at_s: float = 0.0  # when its life lock is checked next, and the pause since the last check
     check_pause_s: float = 0.0
     promised: dict[int, int] = field(default_factory=dict)  # request → promise of its answer, the latest ones
-    granted: dict[int, Page | None] = field(default_factory=dict)  # request → what a store got; None: it was given up
+    granted: dict[int, GrantedPage | None] = field(default_factory=dict)  # request → what a store got; None: it was given up
     listeners: tuple[SessionListener, ...] = ()
 
     def move(self, event: SessionEvent) -> None:
@@ -124,7 +124,7 @@ class Session:
         if len(self.promised) > PROMISES_CANCELLED_MAX:
             del self.promised[next(iter(self.promised))]
 
-    def note_granted(self, rid: int, page: Page | None) -> None:
+    def note_granted(self, rid: int, page: GrantedPage | None) -> None:
         """The answer to this store grants slots, which a cancel that crosses it gives back. None: it was cancelled, and
         may still be waiting for room."""
         self.granted[rid] = page

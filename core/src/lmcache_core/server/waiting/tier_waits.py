@@ -16,7 +16,7 @@ from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import pack_u64
-from lmcache_core.server.peers.session import Page, Session
+from lmcache_core.server.peers.session import GrantedPage, Session
 from lmcache_core.server.peers.shares import Share
 from lmcache_core.server.pool.l1 import L1
 
@@ -188,7 +188,7 @@ class TierWaits:
 
 def granted_to(kernel: Kernel, session: Session, rid: int, grants: Grants, now: float) -> m.Granted:
     """The answer to a page of a store. Where its client has given it up, nobody will write there."""
-    page = Page(grants.lease_id, grants.first, grants.statuses)
+    page = GrantedPage(grants.lease_id, grants.first, grants.statuses)
     given_up = session.granted.get(rid, page) is None
     session.note_granted(rid, page)
     if given_up:
