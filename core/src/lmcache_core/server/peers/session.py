@@ -86,7 +86,7 @@ class Session:
     check_at_s: float = 0.0  # when its life lock is checked next, and the pause since the last check
     check_pause_s: float = 0.0
     promised: dict[int, int] = field(default_factory=dict)  # request → promise of its answer, the latest ones
-    granted: dict[int, GrantedPage | None] = field(default_factory=dict)  # request → what a store got; None: it was given up
+    granted: dict[int, GrantedPage | None] = field(default_factory=dict)  # request → its slots; None: given up
     listeners: tuple[SessionListener, ...] = ()
 
     def move(self, event: SessionEvent) -> None:
