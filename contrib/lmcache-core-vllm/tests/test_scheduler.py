@@ -751,6 +751,6 @@ def test_what_the_server_has_no_room_for_is_not_blamed_on_the_tiers_that_a_reque
     request = Request("a", 5 * BLOCK, kv_transfer_params={"kv_load_tiers": [{"tier": "disk"}]})
     assert side.match(request, 0) == (2 * BLOCK, True)
     assert side.match(Request("b", 5 * BLOCK), 0) == (2 * BLOCK, True)
-    assert client.asked == 1  # it is left alone for a while
+    assert client.asked == 1  # it is not asked again for a while
     side.finished(request)
     assert "params_refused_requests" not in side.counters.take()

@@ -37,6 +37,7 @@ NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
 FIRST_SAVE_WAIT_S = 0.25  # once: a server and an engine that have just started take longer than later ones
+DELIVERY_WAIT_S = 0.25  # another engine waits for these blocks, and would wait much longer in vain
 
 
 @dataclass
@@ -372,6 +373,8 @@ class WorkerSide:
 
     def _store(self, step: Step, count: int) -> None:
         wait_s, self._save_wait_s = self._save_wait_s, self._config.step_wait_s
+        if step.delivers:
+            wait_s = max(wait_s, DELIVERY_WAIT_S)
         try:
             entries = self._entries(step.saves, step.hashing)
             job = self._with_pages(lambda pages: pages.store_start(entries, deadline_s=wait_s))
