@@ -27,6 +27,7 @@ enum {
     TALLY_L1_HIT_TOKENS,
     TALLY_TIER_HIT_TOKENS,
     TALLY_LOOKUP_MISSES, /* keys */
+    TALLY_DROPPED_STORES, /* objects */
     TALLY_WORDS = 16,
 };
 

@@ -182,6 +182,11 @@ def test_prompts_are_counted_by_whoever_looks_them_up(node: Node) -> None:
         client.count_prompt(16, 16, not_asked=[16, 0])
     with pytest.raises(UsageError, match="counted already"):
         node.client(chunk_tokens=16).count_prompt(16, 16)
+    client.count_dropped_stores(5)
+    scraped.expect(dropped_stores_total=5)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(UsageError, match="give a count"):
+            client.count_dropped_stores(wrong)
 
 
 def test_what_leaves_the_pool_and_who_holds_it(shared_server: ServerProcess, shared_node: Node) -> None:
@@ -670,7 +675,8 @@ def test_every_metric_was_moved() -> None:
     if len(moved) < 30:
         pytest.skip("the tests of this module did not all run")
     named = {name.removesuffix("_count") for name in moved}
-    elsewhere = set() if native is not None else {"implausible_counts_total"}  # what cannot happen here
+    counted = {"implausible_counts_total", "dropped_stores_total"}
+    elsewhere = set() if native is not None else counted  # what cannot happen here
     elsewhere |= set() if os.geteuid() == 0 else {"refused_peers_total"}
     assert {metric.name for metric in METRICS} - named == elsewhere
     assert named - {metric.name for metric in METRICS} == set()

@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_core import CommonHits, Promise
 from lmcache_core.client.find.group_lookups import GroupHits, KeyGroup
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import CacheError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -36,7 +36,7 @@ class Handle:
 
     asked = True
 
-    def __init__(self, clock: Clock, refusal: str = "") -> None:
+    def __init__(self, clock: Clock, refusal: CacheError | None = None) -> None:
         self._clock = clock
         self._refusal = refusal
         self.done = False
@@ -45,7 +45,7 @@ class Handle:
     def wait(self, timeout_s: float) -> None:
         self._clock.now += timeout_s
         if self._refusal:
-            raise UsageError(self._refusal)
+            raise self._refusal
 
     def cancel(self) -> None:
         self.done = False
@@ -62,7 +62,7 @@ class SilentClient:
     wants_blocks: bool = False
     why_unreachable: str = ""
     published: int | None = 0
-    refusal: str = ""  # what it is asked is refused: at once, or when the answer is waited for
+    refusal: CacheError | None = None  # what it is asked is refused: at once, or when the answer is waited for
     refuses_at_once: bool = False
     handles: list[Handle] = field(default_factory=list)
     prompts: list[tuple[int, int, bool]] = field(default_factory=list)  # tokens, those found, whether it was asked
@@ -81,7 +81,7 @@ class SilentClient:
         self.asked += 1
         self.options = options
         if self.refusal and self.refuses_at_once:
-            raise UsageError(self.refusal)
+            raise self.refusal
         self.handles.append(Handle(self.clock, self.refusal))
         return self.handles[-1]
 
@@ -716,7 +716,8 @@ def test_of_several_requests_that_whose_load_failed_is_not_promised_it_again(
 def test_a_tier_that_the_server_does_not_have_refuses_the_request_however_fast_the_answer(
     side: SchedulerSide, client: SilentClient, at_once: bool, early: bool
 ) -> None:
-    client.tokens, client.refusal, client.refuses_at_once = 2 * BLOCK, "no tier is named 'attic'", at_once
+    client.tokens, client.refuses_at_once = 2 * BLOCK, at_once
+    client.refusal = UsageError("no tier is named 'attic': there are disk")
     request = Request("a", 5 * BLOCK, kv_transfer_params={"kv_load_tiers": [{"tier": "attic"}]})
     if early:
         side.queued(request, 0)
@@ -732,8 +733,24 @@ def test_a_tier_that_the_server_does_not_have_refuses_the_request_however_fast_t
 def test_a_namespace_that_the_server_refuses_is_not_asked_for_again_for_a_while(
     side: SchedulerSide, client: SilentClient, at_once: bool
 ) -> None:
-    client.tokens, client.refusal, client.refuses_at_once = 2 * BLOCK, "a layout of too many bytes", at_once
+    client.tokens, client.refuses_at_once = 2 * BLOCK, at_once
+    client.refusal = UsageError("a layout of too many bytes")
     assert side.match(Request("a", 5 * BLOCK), 0) == (2 * BLOCK, True)
     side.queued(Request("b", 5 * BLOCK), 0)
     assert side.match(Request("c", 5 * BLOCK), 0) == (2 * BLOCK, True)
     assert client.asked == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("error", [LimitError, UnknownNamespaceError, UsageError])
+def test_what_the_server_has_no_room_for_is_not_blamed_on_the_tiers_that_a_request_names(
+    side: SchedulerSide, client: SilentClient, at_once: bool, error: type[CacheError]
+) -> None:
+    client.tokens, client.refuses_at_once = 2 * BLOCK, at_once
+    client.refusal = error("1023 of 1023 layouts are in use: tier 'disk' has nothing to do with it")
+    request = Request("a", 5 * BLOCK, kv_transfer_params={"kv_load_tiers": [{"tier": "disk"}]})
+    assert side.match(request, 0) == (2 * BLOCK, True)
+    assert side.match(Request("b", 5 * BLOCK), 0) == (2 * BLOCK, True)
+    assert client.asked == 1  # it is not asked again for a while
+    side.finished(request)
+    assert "params_refused_requests" not in side.counters.take()

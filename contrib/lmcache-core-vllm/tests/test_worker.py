@@ -16,8 +16,9 @@ from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
 from lmcache_core_vllm.steps import Blocks, Load, Step
 from lmcache_core_vllm.tensors import layer_regions
 from lmcache_core_vllm.weights import Weights
-from lmcache_core_vllm.worker import WorkerSide
+from lmcache_core_vllm.worker import DELIVERY_WAIT_S, FIRST_SAVE_WAIT_S, WorkerSide
 from lmcache_testing.processes import ServerProcess
+from lmcache_testing.waiting import until
 
 torch = pytest.importorskip("torch")
 BLOCKS, BYTES = 16, 4096
@@ -235,6 +236,25 @@ def test_the_first_save_is_waited_for_however_little_patience_steps_have(client:
     assert rank.side.counters.take()["save_blocks"] == 4
 
 
+def test_what_another_engine_waits_for_is_not_dropped_as_soon_as_other_saves(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(client, 1, "delivers", settings={"step_wait_s": 1e-9})
+    waited: list[float] = []
+    pages = rank.side._pages
+    assert pages is not None
+    store = pages.store_start
+
+    def noting(entries: Any, *, deadline_s: float) -> Any:
+        waited.append(deadline_s)
+        return store(entries, deadline_s=20)
+
+    monkeypatch.setattr(pages, "store_start", noting)
+    for at, delivers in enumerate((False, False, True)):
+        rank.save(Step(HASHING, saves=[Blocks(0, hashes(at, at + 1), [at + 1])], delivers=delivers))
+    assert waited == [FIRST_SAVE_WAIT_S, 1e-9, DELIVERY_WAIT_S]
+
+
 def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess) -> None:
     with Client.connect("nobody", runtime_dir=server.directory / "nowhere") as client:
         rank = Rank(client, 1, "")
@@ -245,6 +265,22 @@ def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess)
             {"a"},
             {1, 2},
         )
+
+
+def test_the_server_shows_saves_that_it_never_heard_of_and_keeps_nothing_for_them(server: ServerProcess) -> None:
+    with server.client() as client, server.client(maps_pool=False) as other:
+        rank = Rank(client, 1, "slow", settings={"step_wait_s": 0.05})
+        rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))  # the first one is waited for longer
+        before = other.status()["traffic"]["dropped_stores"]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            rank.side.save(Step(HASHING, saves=[Blocks(0, hashes(4, 7), [5, 6, 7])]))
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        rank.side.hear_saves()
+        assert rank.side.counters.take()["save_dropped_blocks"] == 3
+        assert other.status()["traffic"]["dropped_stores"] == before + 3
+        until(lambda: other.status()["l1"]["leases_by_kind"]["write"] == 0, "the slots, long before the lease ends")
 
 
 def test_a_load_that_meets_the_engines_sleep_writes_nothing_more_and_is_told_of_after_it(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core import PageEntry, PageGroup, Region, Status
 from lmcache_core.client.client import Client
 from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.kernel.answers import Grant
@@ -18,6 +19,7 @@ from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server.server import Server
 from lmcache_core.tiers.l1 import LoadGrant, Loading
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import until
 
 from .conftest import keys
 
@@ -290,3 +292,70 @@ def test_what_a_store_offers_before_a_clear_is_not_found_after_it(
         assert outcome == [0]
         assert not other.lookup(keys(1, 1 << 20), namespace=LARGE).hits
         assert other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored == 1
+
+
+def write_leases(client: Client) -> int:
+    found: int = client.status()["l1"]["leases_by_kind"]["write"]
+    return found
+
+
+def test_a_cancel_that_crosses_the_answer_to_a_store_frees_its_slots(client: Client) -> None:
+    client.register_layout(SMALL)
+    channel = client.links.current().channel
+    asked = channel.start(m.PrepareStore(0, SMALL.id, join_keys(keys(3, 0))))
+    answer = channel.wait(asked)
+    assert isinstance(answer, m.Granted)
+    assert write_leases(client) == 1
+    assert channel.call(m.Cancel(0, asked.rid)) == m.Done(asked.rid + 2, 3)  # it was sent before the answer came
+    assert write_leases(client) == 0
+    again = channel.call(m.PrepareStore(0, SMALL.id, join_keys(keys(3, 0))))
+    assert isinstance(again, m.Granted)
+    assert not any(again.statuses), "nobody is writing these keys"
+
+
+def test_a_cancelled_store_leaves_what_others_of_its_client_write(client: Client) -> None:
+    client.register_layout(SMALL)
+    channel = client.links.current().channel
+    first = channel.start(m.PrepareStore(0, SMALL.id, join_keys(keys(3, 0))))
+    second = channel.call(m.PrepareStore(0, SMALL.id, join_keys(keys(3, 10))))
+    assert isinstance(second, m.Granted)
+    channel.wait(first)
+    channel.call(m.Cancel(0, first.rid))
+    settled = channel.call(m.CommitStore(0, second.lease, 0, 3))
+    assert isinstance(settled, m.SettledReply)
+    assert client.lookup(keys(3, 10), namespace=SMALL).hits == 3
+    assert client.lookup(keys(3, 0), namespace=SMALL).hits == 0
+
+
+def test_a_store_that_is_cancelled_while_it_waits_for_room_keeps_none_of_it(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.register_layout(LARGE)
+        channel = other.links.current().channel
+        asked = channel.start(m.PrepareStore(0, LARGE.id, join_keys(keys(1, 1 << 20))))
+        channel.call(m.Cancel(0, asked.rid))
+        wait_for(full, lambda: full.parts.stores.under_way == 1)
+        go.set()
+        channel.wait(asked)
+        assert write_leases(client) == 0
+
+
+def test_a_client_that_gives_a_store_up_returns_its_slots_without_another_call(server: Server, client: Client) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        entered.set()
+        go_on.wait(WAIT_S)
+
+    with server.connect("other") as other:
+        other.register_layout(SMALL)
+        pages = other.register_pages([PageGroup(SMALL, [Region(bytearray(4096), 0, 4096, 4096, 1)], 1)])
+        server.parts.loop.call(hold_up)
+        assert entered.wait(WAIT_S)
+        job = pages.store_start([PageEntry(0, keys(1, 0), [0])], deadline_s=0.01)
+        go_on.set()
+        assert job.result is not None
+        assert job.result.statuses == [[Status.UNREACHABLE]]
+        until(lambda: write_leases(client) == 0, "the slot, long before the lease ends")
+        assert client.store(keys(1, 0), [bytes(4096)], namespace=SMALL).stored == 1

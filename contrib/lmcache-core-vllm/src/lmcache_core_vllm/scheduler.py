@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from lmcache_core import Client, Promise
-from lmcache_core.errors import CacheError, UsageError
+from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
@@ -273,7 +273,7 @@ class SchedulerSide:
         assert lookup is not None
         try:
             found = self._answer_of(lookup)
-        except UsageError as error:
+        except (UsageError, LimitError) as error:
             self._note_refusal(tracked, error)
             if tracked.params.refused:
                 tracked.lookup = None
@@ -287,10 +287,11 @@ class SchedulerSide:
             self._count(tracked, found, lookup.question.bounds.limit, asked=lookup.handle.asked)
         return found
 
-    def _note_refusal(self, tracked: Tracked, error: UsageError) -> None:
-        """The server has no such tier as the request names, or refuses the namespace, until it is started with other
-        settings."""
-        if tracked.params.tiers:
+    def _note_refusal(self, tracked: Tracked, error: CacheError) -> None:
+        """The server has no such tier as the request names, or no room, or refuses the namespace, until it is started
+        with other settings. Only the first of these says anything about the request."""
+        tiers = tracked.params.tiers or ()
+        if isinstance(error, UsageError) and any(f"no tier is named {name!r}" in str(error) for name in tiers):
             self._refuse(tracked, RequestParams.refuse(f"kv_transfer_params: kv_load_tiers: {error}"))
             return
         if str(error) != self._why_refused:
@@ -312,7 +313,7 @@ class SchedulerSide:
             return had
         try:
             handle = question.ask(self.client, self._config.lookup_timeout_s / 2, tiers)
-        except UsageError as error:  # the answer of a fast server is there already
+        except (UsageError, LimitError) as error:  # the answer of a fast server is there already
             self._note_refusal(tracked, error)
             return had
         tracked.lookup = Lookup(question, had, self._clock(), handle, early)

@@ -37,6 +37,7 @@ NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
 FIRST_SAVE_WAIT_S = 0.25  # once: a server and an engine that have just started take longer than later ones
+DELIVERY_WAIT_S = 0.25  # another engine waits for these blocks, and would wait much longer in vain
 
 
 @dataclass
@@ -359,7 +360,7 @@ class WorkerSide:
             self.counters.add("save_tainted_blocks", count)
             return
         if self._patience.over or len(self.saving) >= self._config.saves_in_flight:
-            self.counters.add("save_dropped_blocks", count)
+            self._drop(count)
             return
         if self._share.rests and not step.delivers:
             self.counters.add("save_paced_blocks", count)
@@ -372,6 +373,8 @@ class WorkerSide:
 
     def _store(self, step: Step, count: int) -> None:
         wait_s, self._save_wait_s = self._save_wait_s, self._config.step_wait_s
+        if step.delivers:
+            wait_s = max(wait_s, DELIVERY_WAIT_S)
         try:
             entries = self._entries(step.saves, step.hashing)
             job = self._with_pages(lambda pages: pages.store_start(entries, deadline_s=wait_s))
@@ -379,7 +382,7 @@ class WorkerSide:
             if str(error) != self._why_not_stored:  # once, and not in every step
                 log.warning("%d blocks are not stored: %s", count, error)
             self._why_not_stored = str(error)
-            self.counters.add("save_dropped_blocks", count)
+            self._drop(count)
             self._patience.waited_in_vain()
             return
         entries_bytes = [shard.groups[each.group].block_bytes for each, shard in product(step.saves, self.shards)]
@@ -409,6 +412,7 @@ class WorkerSide:
             self._patience.waited_in_vain()
         else:
             self._patience.answered()
+        self._drop(sum(statuses.count(Status.UNREACHABLE) for statuses in result.statuses))
         for number, statuses in enumerate(result.statuses):
             for status in statuses:
                 if status is Status.STORED:
@@ -416,10 +420,13 @@ class WorkerSide:
                     add("save_bytes", saving.block_bytes[number])
                 elif status is Status.EXISTS:
                     add("save_existing_blocks")
-                elif status is Status.UNREACHABLE:
-                    add("save_dropped_blocks")
-                else:
+                elif status is not Status.UNREACHABLE:
                     add("save_refused_blocks")
+
+    def _drop(self, count: int) -> None:
+        """These are not stored. Only the worker knows: the server may never have heard of them."""
+        self.counters.add("save_dropped_blocks", count)
+        self._client.count_dropped_stores(count)
 
     # --- both -------------------------------------------------------------------------------------------------
 

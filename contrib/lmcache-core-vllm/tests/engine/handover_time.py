@@ -3,8 +3,9 @@
     python handover_time.py [PROMPTS]
 
 Two real engines with a small random model. The time goes from the end of the save of the last whole block in the engine
-that computes to the step in which the other one computes its first tokens. Beside it: the time from the first question
-of vLLM's scheduler to that step if all blocks are in the pool.
+that computes to the step in which the other one computes its first tokens. Beside it: the time from the end of that
+save to the next step in one engine that does both, and the time from the first question of vLLM's scheduler to the
+first step if all blocks are in the pool.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ def main() -> None:
         model = save_model(folder / "model", "Llama", rope_parameters=ROPE)
         server = Server(folder).start()
         try:
-            for role, tokens in (("kv_producer", 2 * BLOCK), ("kv_consumer", 4 * BLOCK)):
+            for role, tokens in (("kv_producer", 2 * BLOCK), ("kv_consumer", 4 * BLOCK), ("kv_both", 2 * BLOCK)):
                 options: dict[str, Any] = {"role": role, "max_num_batched_tokens": tokens}
-                settings = server.settings(prefill_timeout_s=60, step_wait_s=0.004)
+                salt = "alone" if role == "kv_both" else "pair"
+                settings = server.settings(salt=salt, prefill_timeout_s=10, step_wait_s=0.25, store_cpu_share=4)
                 engines.append(Engine(model, settings, log=folder / role, **options))
-            prefill, decode = engines
-            prefill.run(NOTE_SAVES)
-            decode.run(NOTE_STEPS)
-            times, loads = [], []
+            prefill, decode, alone = engines
+            for engine in (prefill, alone):
+                engine.run(NOTE_SAVES)
+            for engine in (decode, alone):
+                engine.run(NOTE_STEPS)
+            times, loads, in_one = [], [], []
             for number in range(count):
                 tokens = prompt(number, 900)
                 prefill.run("saves.clear()")
@@ -68,11 +72,16 @@ def main() -> None:
                 decode.run("steps.clear(); asked.clear()")
                 decode.generate(tokens)
                 loads.append(1e3 * decode.run("said = steps[0] - asked[0]"))
+                alone.run("saves.clear(); steps.clear()")
+                alone.generate(tokens)
+                in_one.append(1e3 * alone.run("said = next(each for each in steps if each > saves[-1]) - saves[-1]"))
+                alone.forget()
         finally:
             for engine in engines:
                 engine.end()
             server.remove()
-    for what, found in (("last save to first step", times), ("load of a whole prompt", loads)):
+    rows = (("last save to first step", times), ("in one engine", in_one), ("load of a whole prompt", loads))
+    for what, found in rows:
         print(f"{what}: median {statistics.median(found):.1f} ms, longest {max(found):.1f} ms, {len(found)} prompts")
 
 

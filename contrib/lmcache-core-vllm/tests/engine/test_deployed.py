@@ -123,8 +123,8 @@ def test_requests_to_the_router_are_answered_as_by_one_engine_also_after_a_kill(
     for number, stream in enumerate((False, True)):
         tokens = prompt(number, 900)
         assert ask(router, tokens, stream=stream) == ask(prefill.url, tokens)
-    until(lambda: decode.figure("prefill_loads") == 2, "the engine's figures")
-    assert decode.figure("load_blocks") == 14
+    # As they come, or at once where the other engine was faster than this one's first look.
+    until(lambda: decode.figure("load_blocks") == 14, "the engine's figures")
     assert decode.figure("prefill_late_blocks") == 0
     tokens = prompt(3, 900)
     prefill.kill()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_prefill import computing, decoding, heard
 from vllm_engines import ROPE, Engine, EngineError, Server, prompt, save_model
 
 from lmcache_testing.waiting import until
@@ -21,9 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(folder, "Llama", rope_parameters=ROPE, num_key_value_heads=4)
 
 
-def of_ranks(start: Callable[..., Engine], model: Path, settings: Any, ranks: int) -> Engine:
+def of_ranks(start: Callable[..., Engine], model: Path, settings: Any, ranks: int, **options: Any) -> Engine:
     bind = "|".join(str(rank % 2) for rank in range(ranks))
-    options: dict[str, Any] = {"tensor_parallel_size": ranks, "bind": bind} if ranks > 1 else {}
+    options |= {"tensor_parallel_size": ranks, "bind": bind} if ranks > 1 else {}
     return start(model, settings, processes=True, **options)
 
 
@@ -71,6 +72,34 @@ def test_ranks_of_any_number_find_what_others_stored(
     four.forget()
     assert four.generate(THERE) == [{"tokens": there["tokens"], "cached": 7 * BLOCK}]
     four.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "ranks"), [(0, 2), (4, 1)], ids=["two and two", "two and one"])
+def test_an_engine_goes_on_with_what_two_ranks_compute(
+    start: Callable[..., Engine], model: Path, serve: Callable[..., Server], shards: int, ranks: int
+) -> None:
+    """Each rank stores what it has of a block, and a block is there once all of them have. With shards the engine that
+    decodes may have another number of ranks."""
+    server = serve()
+    settings = server.settings(kv_shards=shards, prefill_timeout_s=120)
+    prefill = of_ranks(start, model, settings, 2, role="kv_producer", max_num_batched_tokens=2 * BLOCK)
+    decode = of_ranks(start, model, settings, ranks, role="kv_consumer")
+    decoding(decode, HERE, transfer_id="1")
+    computing(prefill, HERE, transfer_id="1")
+    params, found = heard(prefill)["params"], heard(decode)
+    assert params["remote_num_tokens"] == 7 * BLOCK
+    assert found["cached"] == 7 * BLOCK
+    computing(prefill, THERE, transfer_id="2")  # and one after the other, as other routers have it
+    decoding(decode, THERE, params=heard(prefill)["params"])
+    there = heard(decode)  # of which vLLM says how many tokens the first engine had cached
+    with server.client() as client:
+        assert client.status()["traffic"]["retrieves"]["hits"] == 2 * 7 * (shards or ranks)
+    prefill.end()
+    decode.end()
+    plain = of_ranks(start, model, None, 1)
+    assert [each["tokens"] for each in plain.generate(HERE, THERE)] == [found["tokens"], there["tokens"]]
+    plain.end()
 
 
 @pytest.mark.slow

@@ -448,6 +448,14 @@ class Client:
             }
         )
 
+    def count_dropped_stores(self, objects: int) -> None:
+        """Count objects that this client could have stored, and gave up because the server was slow or away: the server
+        cannot see those, and shows them in `status` once it looks. Makes no call, and does nothing without a mapped
+        pool or the C extension."""
+        if type(objects) is not int or objects < 0:
+            raise UsageError(f"{objects!r} objects: give a count")
+        self._hits.count({Tally.DROPPED_STORES: objects})
+
     # --- the two phases -----------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace, traceparent: str = "") -> WriteLease:

@@ -23,3 +23,4 @@ class Tally(IntEnum):
     L1_HIT_TOKENS = 10  # … if the server was asked, and the pool had them
     TIER_HIT_TOKENS = 11  # … if tiers had to load them
     LOOKUP_MISSES = 12  # keys not found, if only the index was searched
+    DROPPED_STORES = 13  # objects that it had, and gave up storing (`Client.count_dropped_stores`)

@@ -101,8 +101,8 @@ class TracedLookup(LookupRequest, tag="traced_lookup"):
 
 
 class Cancel(Message, tag="cancel"):
-    """The lookup, the explanation or the wait for stores with this rid is no longer wanted. Answered by `Done`; what it
-    names is answered too, with what there is."""
+    """The lookup, the explanation, the wait for stores or the store with this rid is no longer wanted. Answered by
+    `Done`; what it names is answered too, with what there is. Slots that a store was granted are free again."""
 
     lookup: r.U64
 

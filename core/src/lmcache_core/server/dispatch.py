@@ -268,7 +268,7 @@ class Dispatch:
 
     def _cancel(self, session: Session, request: m.Cancel) -> m.Message:
         parts = self._parts
-        waiting = (parts.lookups, parts.explains, parts.stored_waits)
+        waiting = (parts.lookups, parts.explains, parts.stored_waits, parts.stores)
         promise = session.promised.pop(request.lookup, 0)
         ended = sum(each.cancel(session, request.lookup) for each in waiting)
         if promise:  # its answer was on its way when the client gave it up

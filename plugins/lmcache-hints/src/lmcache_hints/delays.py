@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from lmcache_hints.limits import CLASSES_KEPT, DELAYS_KEPT, DELAYS_NEEDED, SESSIONS_REMEMBERED
+from lmcache_hints.limits import CLASSES_KEPT, DELAYS_KEPT, DELAYS_NEEDED, MOST, SESSIONS_REMEMBERED
 
 
 class Delays:
@@ -37,10 +37,10 @@ class Delays:
         seen = self._by_class.get(session_class, ())
         return min(seen) if len(seen) >= DELAYS_NEEDED else 0.0
 
-    def longest(self, session_class: str) -> float:
-        """The longest of the last delays; 0 if there were too few of them."""
-        seen = self._by_class.get(session_class, ())
-        return max(seen) if len(seen) >= DELAYS_NEEDED else 0.0
+    def most(self, session_class: str) -> float | None:
+        """Within which `MOST` of the last sessions came back; None if there were too few of them to know."""
+        seen = sorted(self._by_class.get(session_class, ()))
+        return seen[int(MOST * (len(seen) - 1))] if len(seen) >= DELAYS_NEEDED else None
 
     def status(self) -> dict[str, int]:
         """For `status`."""

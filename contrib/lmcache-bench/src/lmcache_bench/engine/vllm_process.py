@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     load: str
     threads: int
     copy_threads: int
+    step_wait_s: float
 
 
 class Took(NamedTuple):
@@ -90,7 +91,11 @@ class Engine:
                 "kv_connector_module_path": "lmcache_bench.engine.switch",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {**settings, "copy_threads": plan.copy_threads},
+                "kv_connector_extra_config": {
+                    **settings,
+                    "copy_threads": plan.copy_threads,
+                    "step_wait_s": plan.step_wait_s,
+                },
             },
         )
         self._chooser = random.Random(os.urandom(8))

@@ -293,6 +293,8 @@ class Occupancy:
         if page is not None:
             page.link.channel.cancel(page.pending, undoing(holding.settles_by, page.first))
             if page.pending.reply is None:
+                if holding.settles_by is m.AbortStore:  # nobody may read the answer for long
+                    page.link.channel.post(m.Cancel(0, page.pending.rid))
                 holding.unanswered.append(page)
                 self._settle_unanswered(holding)
         holding.page = None

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import PROMISES_CANCELLED_MAX
@@ -47,6 +48,14 @@ class SessionListener(ABC):
         """No message follows."""
 
 
+class GrantedPage(NamedTuple):
+    """Of a write lease: the position of its first key, and which keys were granted."""
+
+    lease_id: int
+    first: int
+    statuses: bytearray
+
+
 @dataclass(eq=False)
 class Session:
     """What the server knows about a client. The kernel knows its leases under `id`, from its hello on."""
@@ -77,6 +86,7 @@ class Session:
     check_at_s: float = 0.0  # when its life lock is checked next, and the pause since the last check
     check_pause_s: float = 0.0
     promised: dict[int, int] = field(default_factory=dict)  # request → promise of its answer, the latest ones
+    granted: dict[int, GrantedPage | None] = field(default_factory=dict)  # request → its slots; None: given up
     listeners: tuple[SessionListener, ...] = ()
 
     def move(self, event: SessionEvent) -> None:
@@ -113,6 +123,13 @@ class Session:
         self.promised[rid] = promise
         if len(self.promised) > PROMISES_CANCELLED_MAX:
             del self.promised[next(iter(self.promised))]
+
+    def note_granted(self, rid: int, page: GrantedPage | None) -> None:
+        """The answer to this store grants slots, which a cancel that crosses it gives back. None: it was cancelled, and
+        may still be waiting for room."""
+        self.granted[rid] = page
+        if len(self.granted) > PROMISES_CANCELLED_MAX:
+            del self.granted[next(iter(self.granted))]
 
     def listen(self, listener: SessionListener) -> None:
         """Tell `listener` of every later answer from now on, and of the end."""

@@ -30,6 +30,7 @@ _PER_S = (
     limits.TALLY_HITS_PER_S_MAX,
     *[limits.TALLY_TOKENS_PER_S_MAX] * 4,
     limits.TALLY_HITS_PER_S_MAX,
+    limits.TALLY_HITS_PER_S_MAX,
 )
 OTHER = 0  # stands for namespaces that are not counted by themselves: no namespace has this id
 

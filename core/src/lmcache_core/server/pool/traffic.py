@@ -166,6 +166,7 @@ class Traffic:
                 "bytes_by_index": counted[Tally.READ_BYTES],
                 "seconds_by_index": counted[Tally.READ_NS] / 1e9,
             },
+            "dropped_stores": counted[Tally.DROPPED_STORES],
             "namespaces": _busiest(namespaces, totals),
             "implausible_counts": 0 if tallies is None else tallies.doubted,
         }

@@ -14,7 +14,7 @@ from lmcache_core.protocol.codec import error_reply, split_keys
 from lmcache_core.server.peers.session import Session
 from lmcache_core.server.peers.shares import Share
 from lmcache_core.server.pool.l1 import L1
-from lmcache_core.server.waiting.tier_waits import TierWaits, granted
+from lmcache_core.server.waiting.tier_waits import TierWaits, granted_to, take_back
 
 
 class Stores:
@@ -49,6 +49,10 @@ class Stores:
         self._l1.answer_later(answer, lambda: self._answer_late(session, layout_id, keys, answer))
         self.waited += 1
         return None
+
+    def cancel(self, session: Session, rid: int) -> int:
+        """Its client does not wait for the answer to this store any more. Returns how many slots that frees."""
+        return take_back(self._kernel, session, rid, self._l1.clock.now)
 
     def _take_place(self, session: Session, request: m.PrepareStore, preparation: Preparation) -> None:
         self._waiting.setdefault(session, {})[preparation] = request
@@ -93,7 +97,7 @@ class Stores:
         """None: it waits for tiers, too."""
         if self._tier_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
             return None
-        return granted(request.rid, grants, self._l1.clock.now)
+        return granted_to(self._kernel, session, request.rid, grants, self._l1.clock.now)
 
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
         if done not in self._waiting.get(session, {}):  # its session has gone in the step that made room

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_core.errors import CacheError
-from lmcache_core.kernel.answers import Grant, Grants
+from lmcache_core.kernel.answers import Grant, Grants, Settled
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import pack_u64
-from lmcache_core.server.peers.session import Session
+from lmcache_core.server.peers.session import GrantedPage, Session
 from lmcache_core.server.peers.shares import Share
 from lmcache_core.server.pool.l1 import L1
 
@@ -172,7 +172,8 @@ class TierWaits:
     def _answer(self, wait: _Wait) -> None:
         self._remove(wait)
         self.waited_in_vain += Grant.FULL in wait.grants.statuses
-        self._l1.answer(wait.session, granted(wait.rid, wait.grants, self._l1.clock.now))
+        reply = granted_to(self._kernel, wait.session, wait.rid, wait.grants, self._l1.clock.now)
+        self._l1.answer(wait.session, reply)
 
     def _remove(self, wait: _Wait) -> None:
         del self.waits[wait]
@@ -183,6 +184,29 @@ class TierWaits:
         self._share.free(wait.session.origin)
         if not self._by_session[wait.session]:  # sessions come and go
             del self._by_session[wait.session]
+
+
+def granted_to(kernel: Kernel, session: Session, rid: int, grants: Grants, now: float) -> m.Granted:
+    """The answer to a page of a store. Where its client has given it up, nobody will write there."""
+    page = GrantedPage(grants.lease_id, grants.first, grants.statuses)
+    given_up = session.granted.get(rid, page) is None
+    session.note_granted(rid, page)
+    if given_up:
+        take_back(kernel, session, rid, now)
+    return granted(rid, grants, now)
+
+
+def take_back(kernel: Kernel, session: Session, rid: int, now: float) -> int:
+    """The client has given up this store, and never looks at the answer: what that grants is free at once. Returns how
+    many slots. Where there is no answer yet, it is remembered."""
+    page = session.granted.get(rid)
+    session.note_granted(rid, None)
+    if page is None:
+        return 0
+    positions = [at for at, status in enumerate(page.statuses, page.first) if status == Grant.GRANTED]
+    with contextlib.suppress(CacheError):  # its lease has ended
+        return kernel.abort_store(session.id, page.lease_id, now, positions).count(Settled.ABORTED)
+    return 0
 
 
 def granted(rid: int, grants: Grants, now: float) -> m.Granted:
