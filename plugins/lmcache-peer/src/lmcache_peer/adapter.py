@@ -185,7 +185,8 @@ class PeerAdapter(BatchAdapter):
             return []
         place = place_of(name)
         peers = [each for each in self.members.peers if each.usable and each.digest.may_have(place)]
-        random.shuffle(peers)
+        if len(peers) > 1:
+            random.shuffle(peers)
         if at_first is not None and at_first.usable:
             peers = [at_first, *(each for each in peers if each is not at_first)]
         return peers

@@ -14,6 +14,7 @@ NODES_MAX = 1024  # that a directory may name; beyond it is not ours, or wrong
 HANDSHAKE_S = 2.0  # for all of admission: whoever has nothing to prove does not keep a thread longer
 REQUEST_S = 2.0  # from a request's first byte to its last
 BYTES_PER_S_MIN = 4 << 20  # of a transfer, besides what its first byte may take: a trickle is no progress
+PIECE_BYTES = 512 << 10  # received at once: what a core's own cache holds while its checksum is computed
 STALL_S = 2.0  # a reader that takes nothing for so long has lost its connection, and with it its pins
 IDLE_S = 120.0  # a connection without a request; its reader makes another
 CONNECTIONS_MAX = 256  # of admitted nodes: a thread each, and they sleep

@@ -163,6 +163,19 @@ class Node:
                 self._kinds[namespace] = (began + KINDS_S, known)
 
 
+def untouched(held: Sequence[Held]) -> list[bool]:
+    """For each of these: whether its slot provably held the same object since the lease was granted."""
+    of_lease: dict[ReadLease, list[int]] = {}
+    for number, each in enumerate(held):
+        of_lease.setdefault(each.lease, []).append(number)
+    same = [False] * len(held)
+    for lease, numbers in of_lease.items():
+        answers = lease.untouched([held[number].position for number in numbers])
+        for number, answer in zip(numbers, answers, strict=True):
+            same[number] = answer
+    return same
+
+
 def end(held: Sequence[Held]) -> None:
     """Give the slots back. Without a server there is nobody to give them to: it frees them once it sees us again, or
     this process dead."""
