@@ -136,7 +136,7 @@ class PeerAdapter(BatchAdapter):
     def check(self, deadline: float) -> Iterator[Finding]:
         self.members.begin(deadline - _MARGIN_S)
         if self.members.directory_error:
-            raise TierError(self.members.directory_error, cure="see that Redis runs at redis_url")
+            raise TierError(self.members.directory_error, cure="see that the directory runs where the settings say")
         peers = [peer for peer in self.members.peers if not peer.is_self]
         if not peers:
             yield Finding(True, "", "no other node is there yet; nothing is stored here")

@@ -11,6 +11,8 @@ TEXT_CHARS_MAX = 200
 NONCE_BYTES = 32
 NODES_MAX = 1024  # that a directory may name; beyond it is not ours, or wrong
 
+ENTRY_BYTES_MAX = 4096  # of an entry in an answer of etcd, with its key, in base64
+
 HANDSHAKE_S = 2.0  # for all of admission: whoever has nothing to prove does not keep a thread longer
 REQUEST_S = 2.0  # from a request's first byte to its last
 BYTES_PER_S_MIN = 4 << 20  # of a transfer, besides what its first byte may take: a trickle is no progress
