@@ -139,13 +139,18 @@ class RedisDirectory(Directory):
         return self._prefix + node.encode()
 
     def _ask(self, commands: Sequence[Command]) -> list[Reply]:
-        replies = self._client.ask(commands, time.monotonic() + DIRECTORY_CALL_S)
-        for reply in replies:
-            if isinstance(reply, Broken):
-                raise TierError(f"the directory does not answer: {reply.text}")
-            if isinstance(reply, Refusal):
-                raise TierError(f"the directory refuses: {reply.code} {reply.text}")
-        return replies
+        return redis_replies(self._client, commands, time.monotonic() + DIRECTORY_CALL_S)
+
+
+def redis_replies(client: Client, commands: Sequence[Command], deadline: float) -> list[Reply]:
+    """One for each command. Raises `TierError` if Redis does not answer, or refuses."""
+    replies = client.ask(commands, deadline) if commands else []
+    for reply in replies:
+        if isinstance(reply, Broken):
+            raise TierError(f"the directory does not answer: {reply.text}")
+        if isinstance(reply, Refusal):
+            raise TierError(f"the directory refuses: {reply.code} {reply.text}")
+    return replies
 
 
 def redis_settings(settings: ClusterSettings) -> RedisSettings:

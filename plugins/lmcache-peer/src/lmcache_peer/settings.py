@@ -50,6 +50,11 @@ class ClusterSettings(BaseModel):
     etcd_ca_file: OptionalPath = Field(default=None, description="authority of etcd's certificate, PEM; enables TLS")
     etcd_cert_file: OptionalPath = Field(default=None, description="certificate that etcd asks of clients, PEM")
     etcd_key_file: OptionalPath = Field(default=None, description="its private key, PEM")
+    who_has: Literal["digests", "entries"] = Field(
+        default="digests",
+        description="how nodes know who has a key: filters that they pull from each other, or an entry for each key in "
+        "Redis; the same on all nodes",
+    )
     secret_file: OptionalPath = Field(
         default=None, description="file with the secret of the cluster, 16 bytes or more, the same on all nodes"
     )
@@ -96,6 +101,8 @@ class ClusterSettings(BaseModel):
         if self.nodes and self.has_directory:
             cure = "leave nodes out, or redis_… and etcd_…"
             raise SettingsError("the nodes are fixed, and there is a directory", cure=cure)
+        if self.who_has == "entries" and not self._has_redis:
+            raise SettingsError('who_has = "entries" needs Redis', cure="set redis_url, or leave who_has out")
         if self.etcd_nodes and self._has_redis:
             raise SettingsError("Redis and etcd are both set as the directory", cure="keep one of them")
         if (self.etcd_cert_file is None) != (self.etcd_key_file is None) or (
