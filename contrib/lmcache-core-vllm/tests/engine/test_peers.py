@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_engines import Engine, Server, prompt
 
+from lmcache_core.client.client import Client
 from lmcache_testing.embedded import Json
 from lmcache_testing.waiting import until
 
@@ -38,16 +39,16 @@ def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(
         engine.generate(prompt(0, TOKENS))  # what an engine does once
         engine.saved()
     tokens = prompt(1, TOKENS)
+    with a.client() as at_a:
+        until(lambda: digest_objects(at_a) > 0, "the first node's digest")
+        before = digest_objects(at_a)
     cold, cold_s = timed(first, tokens)
     assert cold["cached"] == 0
     first.saved()
     with a.client() as at_a, b.client() as at_b:
-        objects = at_a.status()["l1"]["objects"]
-
-        def sees_all() -> bool:
-            return bool(peer_of(at_b.status()).get("objects") == objects)
-
-        until(sees_all, "the second node to know of it")
+        # Each prompt has as many objects as the other.
+        until(lambda: digest_objects(at_a) == 2 * before, "all of it in the first node's digest")
+        until(lambda: peer_of(at_b.status()).get("objects") == 2 * before, "the second node to know of it")
         second.figures()
         from_peer, peer_s = timed(second, tokens)
         assert from_peer == {"tokens": cold["tokens"], "cached": 8 * BLOCK}
@@ -62,6 +63,10 @@ def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(
     for name, seconds in (("cold_s", cold_s), ("from_peer_s", peer_s), ("from_own_memory_s", own_s)):
         record_property(name, round(seconds, 3))
     print(f"first token: {cold_s:.3f} s cold, {peer_s:.3f} s from the peer, {own_s:.3f} s from its own memory")
+
+
+def digest_objects(client: Client) -> int:
+    return int(client.status()["operations"]["peer"]["serving"].get("digest_objects", 0))
 
 
 def peer_of(status: Json) -> Json:
