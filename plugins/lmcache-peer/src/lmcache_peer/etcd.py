@@ -83,7 +83,7 @@ class EtcdDirectory(Directory):
         return self._prefix + node.encode()
 
     def _range(self, key: bytes, end: bytes = b"") -> list[NodeEntry]:
-        """What is no entry, or stands under another's name, is left alone."""
+        """What is no entry, or stands under another's name, is skipped."""
         query: dict[str, Any] = {"key": _text(key), "limit": NODES_MAX}
         answer = self._ask("kv/range", query | ({"range_end": _text(end)} if end else {}))
         found = []
