@@ -36,6 +36,9 @@ RUNBOOKS = {
     "LMCacheScribbled": "operating/security.md",
     "LMCacheIndexFull": "operating/capacity.md#small-objects-in-the-l1",
     "LMCacheEventsDropped": "operating/troubleshooting.md#something-is-disabled",
+    "LMCachePeerAway": "operating/many-nodes.md#what-happens-when-a-node-is-in-trouble",
+    "LMCachePeerLies": "operating/many-nodes.md#what-happens-when-a-node-is-in-trouble",
+    "LMCachePeerDirectoryAway": "operating/many-nodes.md#peers",
     "LMCacheHitRateFell": "operating/why-did-it-miss.md",
 }
 

@@ -611,6 +611,24 @@ static PyObject *index_digest_entries(Index *self, PyObject *given) {
     return result;
 }
 
+/* The names of READY entries, into a buffer of 40 bytes for each. */
+static PyObject *index_names_into(Index *self, PyObject *given) {
+    Py_buffer names;
+    if (PyObject_GetBuffer(given, &names, PyBUF_WRITABLE) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    if (enter(self)) {
+        uint64_t ready;
+        Py_BEGIN_ALLOW_THREADS
+        ready = index_names(&self->writer.view, names.buf, (uint64_t)names.len / INDEX_NAME_BYTES);
+        Py_END_ALLOW_THREADS
+        leave(self);
+        result = PyLong_FromUnsignedLongLong(ready);
+    }
+    PyBuffer_Release(&names);
+    return result;
+}
+
 /* Where this process counts what it finds and reads: a line of the buffer, before the index. None: nowhere. */
 static PyObject *index_count_in(Index *self, PyObject *given) {
     uint64_t offset;
@@ -1065,6 +1083,7 @@ static PyMethodDef methods[] = {
     {"tidy", FUNCTION(index_tidy_entries), METH_O, "Writer: turn tombstones into empty entries; how many."},
     {"recount", FUNCTION(index_recount_entries), METH_NOARGS, "Writer: count what an earlier one left."},
     {"entry", FUNCTION(index_entry_dict), FAST, "What stands there for a key, or None."},
+    {"names", FUNCTION(index_names_into), METH_O, "Fill a buffer with the names of what is there; how many there are."},
     {"digest", FUNCTION(index_digest_entries), METH_O, "Fill a buffer with a filter of what is there; how many there are."},
     {"count_in", FUNCTION(index_count_in), METH_O, "Count what is found and read in the line at an offset, or nowhere."},
     {"count", FUNCTION(index_count), METH_O, "Add amounts, by word, to the line of counts."},

@@ -39,4 +39,25 @@ static inline uint64_t index_digest(const index_view *view, unsigned char *bits,
     return ready;
 }
 
+enum { INDEX_NAME_BYTES = INDEX_KEY_BYTES + 8 };
+
+/* Key ‖ namespace id of READY entries, as many as have room; returns how many there are. */
+static inline uint64_t index_names(const index_view *view, unsigned char *names, uint64_t room) {
+    uint64_t ready = 0;
+    for (uint64_t at = 0; at <= view->mask; at++) {
+        const index_entry *entry = &view->entries[at];
+        uint64_t sequence = atomic_load_explicit((_Atomic uint64_t *)(uintptr_t)&entry->sequence, memory_order_acquire);
+        if (index_state(sequence) != INDEX_READY)
+            continue;
+        if (ready < room) {
+            index_key key = index_key_at(entry);
+            unsigned char *name = names + ready * INDEX_NAME_BYTES;
+            memcpy(name, key.word, INDEX_KEY_BYTES);
+            memcpy(name + INDEX_KEY_BYTES, &key.space, sizeof key.space);
+        }
+        ready++;
+    }
+    return ready;
+}
+
 #endif

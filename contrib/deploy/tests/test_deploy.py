@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -139,7 +140,7 @@ def rendered(folder: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(run(tool("kubectl"), "kustomize", HERE / "kubernetes" / folder)))
 
 
-FOLDERS = ["base", "overlays/disk", "overlays/shm", "overlays/redis", "overlays/monitored"]
+FOLDERS = ["base", "overlays/disk", "overlays/shm", "overlays/redis", "overlays/peers", "overlays/monitored"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -247,6 +248,31 @@ def test_the_key_of_the_secret_is_the_setting_that_the_redis_overlay_mounts(tmp_
     assert json.loads(done.stdout)[made] == {"value": "**********", "origin": "secret", "where": str(tmp_path / made)}
     assert "hunter2" not in done.stdout + done.stderr
     assert not done.stderr
+
+
+def test_the_nodes_of_the_peers_overlay_find_the_directory_and_may_reach_each_other() -> None:
+    found = rendered("overlays/peers")
+    named = {(each["kind"], each["metadata"]["name"]): each for each in found}
+    settings = tomllib.loads((HERE / "kubernetes/overlays/peers/lmcache.toml").read_text())
+    for table in (settings["peer"], settings["l2"]["peers"]):
+        host, port = table["redis_url"].removeprefix("redis://").partition("/")[0].split(":")
+        assert int(port) in {each["port"] for each in named["Service", host]["spec"]["ports"]}
+    pod = named["DaemonSet", "lmcache-core"]["spec"]["template"]
+    (server,) = pod["spec"]["containers"]
+    peers, policy = named["Service", "lmcache-peers"]["spec"], named["NetworkPolicy", "lmcache-core"]["spec"]
+    assert peers["clusterIP"] == "None"
+    assert peers["selector"].items() <= pod["metadata"]["labels"].items()
+    ports = {settings["peer"]["port"]}
+    assert ports == {each["containerPort"] for each in server["ports"]} == {each["port"] for each in peers["ports"]}
+    assert ports == {each["port"] for each in policy["ingress"][0]["ports"]}
+    assert ports < {each["port"] for each in policy["egress"][0]["ports"]}
+    (source,) = policy["ingress"][0]["from"]
+    assert source["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (mount,) = (each["mountPath"] for each in server["volumeMounts"] if each["name"] == "peers")
+    files = {name: value for name, value in settings["peer"].items() if name.startswith("tls_")}
+    assert len(files) == 3
+    assert all(str(Path(value).parent) == mount for value in files.values())
+    assert files.items() <= settings["l2"]["peers"].items()
 
 
 def test_the_compose_file_builds_the_image_that_all_its_services_run() -> None:

@@ -22,7 +22,7 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_has_a_module_with_options_and_a_summary(name: str) -> None:
-    module = import_module(f"lmcache_bench.{name}")
+    module = import_module(f"lmcache_bench.{name.replace('-', '_')}")
     assert callable(module.add_options)
     assert callable(module.run)
     assert BENCHES[name]

@@ -121,6 +121,10 @@ class Index:
         is. `bits` has 64 bytes times a power of two, up to 2^19: blocks of 512 bits. Of h, the xxh3_64 of the key's 32
         bytes and the namespace id's 8 (little-endian), block (h >> 45) modulo their number has bit (h >> 9 * i) & 511
         set for i from 0 to 4. An entry that the writer moves meanwhile may be missing."""
+    def names(self, names: Buffer, /) -> int:
+        """Fill `names` with the key's 32 bytes and the namespace id's 8 (little-endian) of everything that is READY, as
+        far as it has room, without the GIL; returns how many objects there are. An entry that the writer moves
+        meanwhile may be missing."""
     def count_in(self, offset: int | None, /) -> None:
         """Count in the line of 16 u64 at this offset of the buffer, in front of the index, which this process alone
         writes to: `pool.tally.Tally` says which word is what. None: nowhere, as at first."""

@@ -4,6 +4,7 @@ import math
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -40,3 +41,26 @@ def test_a_peer_that_sends_on_and_on_is_left_at_the_bytes_of_the_innermost_budge
         right.sendall(bytes(50))
         with budget.within(math.inf, 50):
             assert len(left.recv(100)) == 50
+
+
+def test_a_name_service_that_hangs_costs_one_thread_and_nobody_his_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, asked = threading.Event(), []
+    real = socket.getaddrinfo
+
+    def hangs(host: str, port: int, **options: Any) -> Any:
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            return real(host, port, **options)
+        asked.append(host)
+        goes_on.wait(30)
+        return real("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="name service"):
+                budget.connect("node.example", port, time.monotonic() + 0.05)
+        budget.connect("127.0.0.1", port, time.monotonic() + 30).close()
+        assert asked == ["node.example"]
+        goes_on.set()
+        budget.connect("node.example", port, time.monotonic() + 30).close()

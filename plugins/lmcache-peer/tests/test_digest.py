@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.native import native
-from lmcache_peer.digest import BLOCK_BYTES, BLOCKS_MAX, Digest, PublishedDigest, place_of
+from lmcache_peer.digest import BLOCK_BYTES, BLOCKS_MAX, NAME_BYTES, Digest, PublishedDigest, place_of
 from lmcache_peer.errors import LyingPeerError
 from lmcache_peer.limits import DIGEST_BYTES_MIN, DIGEST_HISTORY
 from lmcache_peer.messages import DigestReply
@@ -147,4 +147,11 @@ def test_owner_and_reader_agree_where_a_name_stands() -> None:
     tail = (7).to_bytes(8, "little") + bytes(4)
     assert all(reader.may_have(place_of(key + tail)) for key in keys)
     assert reader.objects == 64
+    room = bytearray(64 * NAME_BYTES)
+    assert index.names(room) == 64
+    tails = (7).to_bytes(8, "little")
+    assert {bytes(room[at : at + NAME_BYTES]) for at in range(0, len(room), NAME_BYTES)} == {
+        key + tails for key in keys
+    }
+    assert index.names(bytearray(NAME_BYTES)) == 64, "it says how much room it takes"
     index.close()

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
 # An engine needs vLLM or transformers, and more time than all the others together; a peer has to be installed first.
-NOT_BY_DEFAULT = ("all", "engine", "hints", "peer")
+# `peer-tier` needs a package that `lmcache-bench` does not, and a redis-server.
+NOT_BY_DEFAULT = ("all", "engine", "hints", "peer", "peer-tier")
 TIMEOUT_S = 1800.0  # for one bench
 
 

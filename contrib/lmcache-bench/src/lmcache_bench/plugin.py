@@ -23,6 +23,7 @@ BENCHES: dict[str, str] = {
     "restart": "a million objects adopted from a dead server's pool, to the first hit",
     "engine": "time to first token of vLLM or transformers, and what traffic without reuse loses",
     "peer": "store, lookup and retrieve beside LMCache's own server, in turns",
+    "peer-tier": "objects loaded from another node's pool, against a bare socket and Redis",
     "hints": "agents' sessions with and without hints before they return, replayed in real time",
     "observe": "what metrics, events, a recording and spans cost other clients, against a server without them",
     "hooks": "a hook call against a direct method",
@@ -41,4 +42,4 @@ def lmcache_add_commands(benches: _SubParsersAction[Any]) -> None:
     from lmcache_core.cli.bench import add_bench
 
     for name, summary in BENCHES.items():
-        add_bench(benches, name, summary, f"lmcache_bench.{name}")
+        add_bench(benches, name, summary, f"lmcache_bench.{name.replace('-', '_')}")

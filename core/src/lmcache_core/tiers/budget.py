@@ -12,15 +12,20 @@ A thread without a budget waits as long as its sockets allow, and receives whate
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from lmcache_core.limits import WAIT_S_MAX
+from lmcache_core.threads import started
 
 __all__ = [
     "BudgetSocket",
@@ -34,6 +39,7 @@ __all__ = [
 
 T = TypeVar("T")
 _NEVER = float("inf")
+_NAMES_MAX = 64  # that the name service owes an answer for, a thread each
 
 
 class TooManyBytesError(OSError):
@@ -143,12 +149,10 @@ class BudgetTlsSocket(ssl.SSLSocket):
 
 
 def connect(host: str, port: int, deadline: float) -> BudgetSocket:
-    """A TCP connection to one of the host's addresses, tried in order; each gets an equal part of the remaining time.
+    """A TCP connection to one of the host's addresses, tried in order; each gets an equal part of the remaining time
+    after the name service's answer.
     Its time-out is unset. Raises `OSError`, and `TimeoutError` at the deadline."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # a part that is empty, or too long for the name service
-        raise OSError(f"{host!r} cannot be a host name") from error
+    addresses = _addresses(host, port, deadline)
     failed: OSError = OSError(f"{host} has no address")
     for position, (family, kind, protocol, _, address) in enumerate(addresses):
         left = min(deadline - time.monotonic(), WAIT_S_MAX)
@@ -167,3 +171,41 @@ def connect(host: str, port: int, deadline: float) -> BudgetSocket:
         except OSError as error:
             failed = error
     raise failed
+
+
+_asked: dict[tuple[str, int], Future[list[Any]]] = {}  # the name service, by threads that may hang
+_asked_lock = threading.Lock()
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """The system's name service has no time-out to be set, so it is asked in a thread: one for each name, however many
+    wait for it. Raises `OSError`, and `TimeoutError` at the deadline."""
+    with contextlib.suppress(OSError, UnicodeError):  # most are no names
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    name = (host, port)
+    with _asked_lock:
+        answer = _asked.get(name)
+        if answer is None:
+            if len(_asked) >= _NAMES_MAX:
+                raise OSError(f"the name service owes answers for {_NAMES_MAX} names, and is not asked for {host!r}")
+            answer = Future()
+            if started(partial(_ask_for, name, answer), "name-service") is None:
+                raise OSError(f"no thread to ask the name service for {host!r}")
+            _asked[name] = answer
+    try:
+        return answer.result(max(0.0, min(deadline - time.monotonic(), WAIT_S_MAX)))
+    except UnicodeError as error:  # a part that is empty, or too long for the name service
+        raise OSError(f"{host!r} cannot be a host name") from error
+    except FutureTimeoutError:
+        raise TimeoutError(f"the name service did not answer for {host!r} in time") from None
+
+
+def _ask_for(name: tuple[str, int], answer: Future[list[Any]]) -> None:
+    try:
+        found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+    except BaseException as error:  # noqa: BLE001 - raised again in whoever waits
+        answer.set_exception(error)
+    else:
+        answer.set_result(found)
+    with _asked_lock:
+        _asked.pop(name, None)

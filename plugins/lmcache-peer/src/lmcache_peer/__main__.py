@@ -19,6 +19,7 @@ from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.trust import SERVER_UID_VARIABLE
 from lmcache_peer.admission import Admission
 from lmcache_peer.directory import Directory, NodeEntry, directory_of
+from lmcache_peer.holders import PublishedEntries
 from lmcache_peer.limits import DIGEST_PERIOD_S, DIGEST_SHARE, DIRECTORY_PERIOD_S, READ_SHARE
 from lmcache_peer.messages import VERSION
 from lmcache_peer.node import Node
@@ -65,6 +66,7 @@ class _Keeper:
     def __init__(self, settings: ServingSettings, door: Door, directory: Directory) -> None:
         self._door, self._directory = door, directory
         self._share = settings.locked_share
+        self._entries = PublishedEntries(settings, door.boot) if settings.who_has == "entries" else None
         endpoint = settings.advertise or str(door.at)
         self._entry = NodeEntry(door.name, door.boot, endpoint, VERSION)
         self._server_at = self._digest_at = self._register_at = 0.0
@@ -78,6 +80,8 @@ class _Keeper:
                 time.sleep(max(0.02, min(self._register_at, self._server_at) - time.monotonic()))
         finally:
             self._directory.leave(self._entry)
+            if self._entries is not None:
+                self._entries.close()
 
     def _round(self) -> None:
         self._door.locks.expire()
@@ -96,9 +100,20 @@ class _Keeper:
         if began < self._digest_at:
             return
         began = time.monotonic()
-        if not door.node.digest_into(door.digest):
+        if not self._publish():
             raise CacheError("this node serves nothing: its server has no index (is the C extension missing?)")
         self._digest_at = began + DIGEST_SHARE * (time.monotonic() - began)
+
+    def _publish(self) -> bool:
+        """What this node has, in the way of its cluster. False: there is no index."""
+        door = self._door
+        if self._entries is None:
+            return door.node.digest_into(door.digest)
+        names = door.node.names()
+        if names is not None:
+            door.digest.renew(door.digest.blank(), len(names))  # it has nothing in it: entries say what is there
+            self._entries.renew(names)
+        return names is not None
 
     def _register(self) -> None:
         self._directory.register(self._entry)

@@ -20,8 +20,8 @@ from lmcache_core.tiers.contract import AdapterContext, Capabilities, LoadItem, 
 from lmcache_core.tiers.object.format import TIER_KEY_BYTES
 from lmcache_peer.admission import Admission
 from lmcache_peer.client import SHOWN, Peer
-from lmcache_peer.digest import place_of
 from lmcache_peer.directory import directory_of
+from lmcache_peer.holders import holders_of
 from lmcache_peer.limits import ASKED_MAX, ERROR_SHOWN_CHARS, FOUND_MAX, LOCK_S, NAMES_MAX, PEERS_SHOWN_MAX
 from lmcache_peer.members import Members
 from lmcache_peer.settings import PeerTierSettings
@@ -43,9 +43,10 @@ class PeerAdapter(BatchAdapter):
         self._admission = Admission(settings)
         self._directory = directory_of(settings, context.tier)
         self.members = Members(settings, settings.node_name(context.server), self._admission, self._directory)
+        self._holders = holders_of(settings, context.tier)
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, tuple[Peer, float]] = OrderedDict()  # locked there, until then
-        super().__init__(context, self.members)
+        super().__init__(context, self.members, self._holders)
 
     # --- the contract ---------------------------------------------------------------------------------------
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
@@ -136,7 +137,7 @@ class PeerAdapter(BatchAdapter):
     def check(self, deadline: float) -> Iterator[Finding]:
         self.members.begin(deadline - _MARGIN_S)
         if self.members.directory_error:
-            raise TierError(self.members.directory_error, cure="see that Redis runs at redis_url")
+            raise TierError(self.members.directory_error, cure="see that the directory runs where the settings say")
         peers = [peer for peer in self.members.peers if not peer.is_self]
         if not peers:
             yield Finding(True, "", "no other node is there yet; nothing is stored here")
@@ -159,7 +160,7 @@ class PeerAdapter(BatchAdapter):
     ) -> None:
         """Ask peers for names, each name at the first that seems to have it, and what that one does not give at the
         next. `ask` returns what was given. `at_first`: where names are known to be."""
-        left = {name: self._candidates(name, (at_first or {}).get(name)) for name in names}
+        left = self._candidates(names, at_first or {}, until)
         for _ in range(ASKED_MAX):
             of_peer: defaultdict[Peer, list[bytes]] = defaultdict(list)
             for name, candidates in left.items():
@@ -179,16 +180,25 @@ class PeerAdapter(BatchAdapter):
                 for name in given:
                     left.pop(name, None)
 
-    def _candidates(self, name: bytes, at_first: Peer | None) -> list[Peer]:
-        """Who seems to have it, in an order of its own for each call, so that the load spreads."""
-        if len(name) != TIER_KEY_BYTES:  # no name of an object
-            return []
-        place = place_of(name)
-        peers = [each for each in self.members.peers if each.usable and each.digest.may_have(place)]
-        random.shuffle(peers)
-        if at_first is not None and at_first.usable:
-            peers = [at_first, *(each for each in peers if each is not at_first)]
-        return peers
+    def _candidates(self, names: list[bytes], at_first: dict[bytes, Peer], until: float) -> dict[bytes, list[Peer]]:
+        """Who seems to have each, in an order of its own for each call, so that the load spreads. Where that cannot be
+        known, those that a lookup has found."""
+        sound = [name for name in names if len(name) == TIER_KEY_BYTES]  # others are no names of objects
+        usable = [each for each in self.members.peers if each.usable]
+        try:
+            holders = self._holders.of(sound, usable, until) if usable and sound else [[]] * len(sound)
+        except TierError as error:
+            self.members.directory_error = str(error)
+            holders = [[]] * len(sound)
+        found = {}
+        for name, peers in zip(sound, holders, strict=True):
+            peers = list(peers)
+            if len(peers) > 1:
+                random.shuffle(peers)
+            if (first := at_first.get(name)) is not None and first.usable:
+                peers = [first, *(each for each in peers if each is not first)]
+            found[name] = peers
+        return found
 
     def _note(self, peer: Peer, names: set[bytes]) -> None:
         until = time.monotonic() + LOCK_S

@@ -68,7 +68,7 @@ class Channel:
         """Receive until all buffers are full. `patience_s`: the longest time without progress; the whole must not be
         slower than `BYTES_PER_S_MIN` beyond that."""
         left = [part for part in buffers if part.nbytes]
-        at, deadline = 0, min(deadline, _latest(left, patience_s))
+        at, deadline = 0, min(deadline, slowest(sum(part.nbytes for part in left), patience_s))
         while at < len(left):
             until = min(deadline, time.monotonic() + patience_s)
             got = self._some_into(left[at : at + BUFFERS_MAX], until)
@@ -85,7 +85,7 @@ class Channel:
     def send_buffers(self, buffers: Sequence[memoryview], deadline: float, patience_s: float = float("inf")) -> None:
         """Send all of them; `patience_s` as for `fill`."""
         left = [part for part in buffers if part.nbytes]
-        at, deadline = 0, min(deadline, _latest(left, patience_s))
+        at, deadline = 0, min(deadline, slowest(sum(part.nbytes for part in left), patience_s))
         while at < len(left):
             until = min(deadline, time.monotonic() + patience_s)
             at = advance(left, at, self._some_of(left[at : at + BUFFERS_MAX], until))
@@ -110,5 +110,6 @@ class Channel:
         self._sock.close()
 
 
-def _latest(buffers: Sequence[memoryview], patience_s: float) -> float:
-    return time.monotonic() + patience_s + sum(part.nbytes for part in buffers) / BYTES_PER_S_MIN
+def slowest(nbytes: int, patience_s: float) -> float:
+    """When so many bytes that begin now must be over at the lowest rate (monotonic)."""
+    return time.monotonic() + patience_s + nbytes / BYTES_PER_S_MIN

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from lmcache_core.errors import DamagedObjectError, printable
 from lmcache_core.tiers.contract import LoadItem
@@ -16,11 +17,11 @@ from lmcache_core.tiers.object.format import HEADER_BYTES
 from lmcache_core.tiers.object.inspect import check_object
 from lmcache_peer.admission import Admission
 from lmcache_peer.breaker import PeerBreaker
-from lmcache_peer.channel import Channel
+from lmcache_peer.channel import Channel, slowest
 from lmcache_peer.digest import Digest
 from lmcache_peer.directory import NodeEntry
 from lmcache_peer.errors import LyingPeerError, PeerError
-from lmcache_peer.limits import CHANNELS_MAX, ERROR_SHOWN_CHARS
+from lmcache_peer.limits import CHANNELS_MAX, ERROR_SHOWN_CHARS, PIECE_BYTES
 from lmcache_peer.messages import (
     DigestReply,
     DigestRequest,
@@ -80,12 +81,12 @@ class Peer:
     def load(self, items: Sequence[LoadItem], deadline: float) -> list[int]:
         """Fill the buffers; for each item the bytes of the object, 0 if it is not there or did not stay the same. Every
         object was checked against its name and its checksum."""
-        sizes = self._ask(lambda channel, until: self._receive(channel, items, deadline), deadline)
+        arrived = self._ask(lambda channel, until: self._receive(channel, items, deadline), deadline)
         loaded = []
-        for item, size in zip(items, sizes, strict=True):
+        for item, (size, checksum) in zip(items, arrived, strict=True):
             try:
                 if size:
-                    check_object(item.key, *_page_and_payload(item.buffers), size)
+                    check_object(item.key, *_page_and_payload(item.buffers), size, checksum)
                     self.breaker.read_well()
                 loaded.append(size)
             except DamagedObjectError as error:
@@ -96,25 +97,22 @@ class Peer:
         self.figures["missed"] += loaded.count(0)
         return loaded
 
-    def _receive(self, channel: Channel, items: Sequence[LoadItem], deadline: float) -> list[int]:
+    def _receive(self, channel: Channel, items: Sequence[LoadItem], deadline: float) -> list[tuple[int, int]]:
+        """For each item its bytes, and the checksum of its payload."""
         patience_s = self._patience_s
         channel.send(Read(b"".join(item.key for item in items), unlock=True), time.monotonic() + patience_s)
         sizes = _answer(channel, Reading, min(deadline, time.monotonic() + patience_s)).sizes
         if len(sizes) != len(items):
             raise LyingPeerError(f"it sends {len(sizes)} objects, and was asked for {len(items)}")
-        buffers: list[memoryview] = []
         for item, size in zip(items, sizes, strict=True):
             if size > sum(part.nbytes for part in item.buffers):
                 raise LyingPeerError(f"it sends {size:,} bytes for an object of {item.buffers[-1].nbytes:,}")
-            for part in item.buffers:
-                buffers.append(part[: max(0, size)])
-                size -= part.nbytes
-        channel.fill(buffers, deadline, patience_s)
+        checksums = _fill(channel, items, sizes, min(deadline, slowest(sum(sizes), patience_s)), patience_s)
         moved = _answer(channel, Trailer, min(deadline, time.monotonic() + patience_s)).moved
         if len(moved) != len(items):
             raise LyingPeerError(f"its trailer is for {len(moved)} objects, and it sent {len(items)}")
         self.figures["moved"] += sum(map(bool, moved))
-        return [0 if gone else size for size, gone in zip(sizes, moved, strict=True)]
+        return [(0 if gone else size, each) for size, gone, each in zip(sizes, moved, checksums, strict=True)]
 
     def pull(self, deadline: float) -> None:
         """Bring its digest up to date. Also the probe that closes its breaker."""
@@ -238,6 +236,46 @@ def _answer(channel: Channel, kind: type[M], deadline: float) -> M:
         raise PeerError(f"it refuses: {printable(answer.why)}")
     assert isinstance(answer, kind)
     return answer
+
+
+def _fill(
+    channel: Channel, items: Sequence[LoadItem], sizes: Sequence[int], deadline: float, patience_s: float
+) -> list[int]:
+    """Receive the objects, one after another; returns the checksums of their payloads. What has come is summed while it
+    is in the processor's cache, and while the peer sends what follows."""
+    sums = [xxhash.xxh3_64() for _ in items]
+    waiting: list[tuple[int, memoryview]] = []
+    nbytes = 0
+
+    def receive() -> None:
+        channel.fill([part for _, part in waiting], deadline, patience_s)
+        for at, part in waiting:
+            if at >= 0:
+                sums[at].update(part)
+        waiting.clear()
+
+    for at, (item, size) in enumerate(zip(items, sizes, strict=True)):
+        for in_payload, part in _pieces(item.buffers, size):
+            waiting.append((at if in_payload else -1, part))
+            nbytes += part.nbytes
+            if nbytes >= PIECE_BYTES:
+                receive()
+                nbytes = 0
+    receive()
+    return [int(each.intdigest()) for each in sums]
+
+
+def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[tuple[bool, memoryview]]:
+    """The first `size` bytes of these, in pieces that are small enough; and whether each is of the payload."""
+    header = HEADER_BYTES
+    for buffer in buffers:
+        part = buffer[:size]
+        size -= part.nbytes
+        if header:
+            yield False, part[:header]
+            part, header = part[header:], header - min(header, part.nbytes)
+        for first in range(0, part.nbytes, PIECE_BYTES):
+            yield True, part[first : first + PIECE_BYTES]
 
 
 def _page_and_payload(buffers: Sequence[memoryview]) -> tuple[memoryview, memoryview]:

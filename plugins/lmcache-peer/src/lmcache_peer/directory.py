@@ -1,7 +1,7 @@
 """Who belongs to a cluster: each node has an entry, which it renews, and which goes when it does not.
 
-A way to keep them has three methods: `register`, `entries` and `leave`. Two are built: Redis (also Cluster,
-Sentinel and what speaks its protocol), and a fixed list of addresses.
+A way to keep them has three methods: `register`, `entries` and `leave`. Three are built: Redis (also Cluster,
+Sentinel and what speaks its protocol), etcd (`etcd`), and a fixed list of addresses.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class Directory(ABC):
         """Release connections."""
 
 
+def another_is_registered(other: NodeEntry) -> TierError:
+    """What a node is told that finds another's entry in the place of its own."""
+    return TierError(f"another node is registered as {other.node}, at {other.endpoint}: set peer.node of one")
+
+
 class FixedNodes(Directory):
     """The addresses in the settings. A node is known by its address until it says its name."""
 
@@ -86,7 +91,7 @@ class RedisDirectory(Directory):
         key, name = self._key(entry.node), entry.node.encode()
         other = self._entry_at(key)
         if self._registered == entry and other is not None and other.boot != entry.boot:
-            raise TierError(f"another node is registered as {entry.node}, at {other.endpoint}: set peer.node of one")
+            raise another_is_registered(other)
         value = msgspec.msgpack.encode(entry)
         expiry = b"%d" % int(DIRECTORY_TTL_S * 1000)
         self._ask([
@@ -134,13 +139,18 @@ class RedisDirectory(Directory):
         return self._prefix + node.encode()
 
     def _ask(self, commands: Sequence[Command]) -> list[Reply]:
-        replies = self._client.ask(commands, time.monotonic() + DIRECTORY_CALL_S)
-        for reply in replies:
-            if isinstance(reply, Broken):
-                raise TierError(f"the directory does not answer: {reply.text}")
-            if isinstance(reply, Refusal):
-                raise TierError(f"the directory refuses: {reply.code} {reply.text}")
-        return replies
+        return redis_replies(self._client, commands, time.monotonic() + DIRECTORY_CALL_S)
+
+
+def redis_replies(client: Client, commands: Sequence[Command], deadline: float) -> list[Reply]:
+    """One for each command. Raises `TierError` if Redis does not answer, or refuses."""
+    replies = client.ask(commands, deadline) if commands else []
+    for reply in replies:
+        if isinstance(reply, Broken):
+            raise TierError(f"the directory does not answer: {reply.text}")
+        if isinstance(reply, Refusal):
+            raise TierError(f"the directory refuses: {reply.code} {reply.text}")
+    return replies
 
 
 def redis_settings(settings: ClusterSettings) -> RedisSettings:
@@ -167,4 +177,8 @@ def redis_settings(settings: ClusterSettings) -> RedisSettings:
 
 def directory_of(settings: ClusterSettings, tier: str) -> Directory:
     """The way that these settings choose."""
+    if settings.etcd_nodes:
+        from lmcache_peer.etcd import EtcdDirectory
+
+        return EtcdDirectory(settings)
     return RedisDirectory(settings, tier) if settings.has_directory else FixedNodes(settings.nodes)

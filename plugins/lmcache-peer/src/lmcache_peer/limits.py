@@ -11,9 +11,12 @@ TEXT_CHARS_MAX = 200
 NONCE_BYTES = 32
 NODES_MAX = 1024  # that a directory may name; beyond it is not ours, or wrong
 
+ENTRY_BYTES_MAX = 4096  # of an entry in an answer of etcd, with its key, in base64
+
 HANDSHAKE_S = 2.0  # for all of admission: whoever has nothing to prove does not keep a thread longer
 REQUEST_S = 2.0  # from a request's first byte to its last
 BYTES_PER_S_MIN = 4 << 20  # of a transfer, besides what its first byte may take: a trickle is no progress
+PIECE_BYTES = 512 << 10  # received at once: what a core's own cache holds while its checksum is computed
 STALL_S = 2.0  # a reader that takes nothing for so long has lost its connection, and with it its pins
 IDLE_S = 120.0  # a connection without a request; its reader makes another
 CONNECTIONS_MAX = 256  # of admitted nodes: a thread each, and they sleep
@@ -31,6 +34,8 @@ SERVER_S = 1.5  # without an answer of its server, and a helper asks before it a
 DIRECTORY_TTL_S = 10.0  # of a node's entry
 DIRECTORY_PERIOD_S = 3.0  # three tries within it
 DIRECTORY_CALL_S = 2.0
+ENTRIES_AT_ONCE = 256  # keys in one exchange with Redis
+ENTRIES_TTL_S = 600.0  # of a key's entry; told again after a third of it, so what a dead node left goes by itself
 DIGEST_PERIOD_S = 1.0
 PULL_SHARE = 5  # bringing one peer's digest takes at most a fifth of a thread: a slow one is asked less often
 DIGEST_BYTES_MIN = 64 << 10  # 32,768 objects with 16 bits each

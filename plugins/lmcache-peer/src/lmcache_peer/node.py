@@ -19,7 +19,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.tiers.object.format import HEADER_BYTES, ObjectKind, build_header, object_kind, split_tier_key
 from lmcache_core.tokens.namespace import Namespace, namespace_of_id
-from lmcache_peer.digest import PublishedDigest
+from lmcache_peer.digest import NAME_BYTES, PublishedDigest
 from lmcache_peer.limits import KINDS_MAX, KINDS_S, SERVER_S
 from lmcache_peer.operation import NAMESPACES_MAX, OPERATION, NamespacesReply, NamespacesRequest
 
@@ -78,6 +78,17 @@ class Node:
             bits = digest.wants(objects) if len(renewed) == digest.nbytes else None
         digest.renew(renewed, objects)
         return True
+
+    def names(self) -> set[bytes] | None:
+        """Key and namespace id of all that the index has. None: there is no index."""
+        link = self.client.links.look()
+        index = None if link is None else link.index
+        if index is None or native is None:
+            return None
+        room = bytearray()
+        while (count := index.names(room)) * NAME_BYTES > len(room):
+            room = bytearray((count + count // 8 + 64) * NAME_BYTES)
+        return {bytes(room[at : at + NAME_BYTES]) for at in range(0, count * NAME_BYTES, NAME_BYTES)}
 
     # --- objects --------------------------------------------------------------------------------------------
     def hold(self, names: Sequence[bytes]) -> list[Held]:
@@ -161,6 +172,19 @@ class Node:
                     kind = object_kind(layout, CodecChain(()))
                     known = Known(namespace_of_id(namespace, layout), kind, each.epoch)
                 self._kinds[namespace] = (began + KINDS_S, known)
+
+
+def untouched(held: Sequence[Held]) -> list[bool]:
+    """For each of these: whether its slot provably held the same object since the lease was granted."""
+    of_lease: dict[ReadLease, list[int]] = {}
+    for number, each in enumerate(held):
+        of_lease.setdefault(each.lease, []).append(number)
+    same = [False] * len(held)
+    for lease, numbers in of_lease.items():
+        answers = lease.untouched([held[number].position for number in numbers])
+        for number, answer in zip(numbers, answers, strict=True):
+            same[number] = answer
+    return same
 
 
 def end(held: Sequence[Held]) -> None:

@@ -44,7 +44,7 @@ from lmcache_peer.messages import (
     Trailer,
     Unlock,
 )
-from lmcache_peer.node import Held, Node
+from lmcache_peer.node import Held, Node, untouched
 
 NEVER = float("inf")  # the rate of a transfer bounds it
 log = logging.getLogger("lmcache_peer")
@@ -217,8 +217,8 @@ class _Conversation:
         self._send(Reading(sizes))
         self._channel.send_buffers(buffers, NEVER, STALL_S)
         moved = bytearray(len(names))
-        for each in held:
-            moved[each.at] = not each.lease.untouched([each.position])[0]
+        for each, same in zip(held, untouched(held), strict=True):
+            moved[each.at] = not same
         self._send(Trailer(bytes(moved)))
         self._door.figures["read"] += len(held) - sum(moved)
         self._door.figures["read_bytes"] += sum(sizes)

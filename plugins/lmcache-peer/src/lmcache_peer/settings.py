@@ -44,6 +44,17 @@ class ClusterSettings(BaseModel):
         default="standalone", description="what is at redis_url, or at redis_nodes"
     )
     redis_nodes: tuple[str, ...] = Field(default=(), description="HOST:PORT of Sentinels, or of nodes of the Cluster")
+    etcd_nodes: tuple[str, ...] = Field(
+        default=(), description="HOST:PORT of the members of an etcd: the directory in place of Redis"
+    )
+    etcd_ca_file: OptionalPath = Field(default=None, description="authority of etcd's certificate, PEM; enables TLS")
+    etcd_cert_file: OptionalPath = Field(default=None, description="certificate that etcd asks of clients, PEM")
+    etcd_key_file: OptionalPath = Field(default=None, description="its private key, PEM")
+    who_has: Literal["digests", "entries"] = Field(
+        default="digests",
+        description="how nodes know who has a key: filters that they pull from each other, or an entry for each key in "
+        "Redis; the same on all nodes",
+    )
     secret_file: OptionalPath = Field(
         default=None, description="file with the secret of the cluster, 16 bytes or more, the same on all nodes"
     )
@@ -58,12 +69,12 @@ class ClusterSettings(BaseModel):
         "send",
     )
 
-    @field_validator("nodes", "redis_nodes", mode="before")
+    @field_validator("nodes", "redis_nodes", "etcd_nodes", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
-    @field_validator("nodes", "redis_nodes")
+    @field_validator("nodes", "redis_nodes", "etcd_nodes")
     @classmethod
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for each in value:
@@ -88,7 +99,19 @@ class ClusterSettings(BaseModel):
         if self.redis_url is not None and self.redis_url_file is not None:
             raise SettingsError("redis_url and redis_url_file are both set", cure="keep one of them")
         if self.nodes and self.has_directory:
-            raise SettingsError("the nodes are fixed, and there is a directory", cure="leave nodes out, or redis_…")
+            cure = "leave nodes out, or redis_… and etcd_…"
+            raise SettingsError("the nodes are fixed, and there is a directory", cure=cure)
+        if self.who_has == "entries" and not self._has_redis:
+            raise SettingsError('who_has = "entries" needs Redis', cure="set redis_url, or leave who_has out")
+        if self.etcd_nodes and self._has_redis:
+            raise SettingsError("Redis and etcd are both set as the directory", cure="keep one of them")
+        if (self.etcd_cert_file is None) != (self.etcd_key_file is None) or (
+            self.etcd_cert_file and not self.etcd_ca_file
+        ):
+            cure = "set etcd_ca_file, and etcd_cert_file with etcd_key_file"
+            raise SettingsError("TLS to etcd needs its authority, and a certificate has a key", cure=cure)
+        if self.etcd_ca_file is not None and not self.etcd_nodes:
+            raise SettingsError("etcd_ca_file is set, and no etcd", cure="set etcd_nodes")
         if self.redis_mode == "sentinel" and not self.redis_nodes:
             raise SettingsError('redis_mode "sentinel" needs redis_nodes', cure="HOST:PORT of the Sentinels")
         if self.plaintext == "trusted_network" and self.tls_cert_file is None and self.secret_file is None:
@@ -99,7 +122,11 @@ class ClusterSettings(BaseModel):
 
     @property
     def has_directory(self) -> bool:
-        """Whether nodes find each other through Redis."""
+        """Whether nodes find each other through Redis or etcd."""
+        return self._has_redis or bool(self.etcd_nodes)
+
+    @property
+    def _has_redis(self) -> bool:
         return self.redis_url is not None or self.redis_url_file is not None or bool(self.redis_nodes)
 
     def node_name(self, server: str) -> str:
@@ -124,7 +151,9 @@ class PeerTierSettings(ClusterSettings):
     @model_validator(mode="after")
     def _knows_others(self) -> Self:
         if not (self.nodes or self.has_directory):
-            raise SettingsError("it cannot find the other nodes", cure="set redis_url for a directory, or nodes")
+            raise SettingsError(
+                "it cannot find the other nodes", cure="set redis_url or etcd_nodes for a directory, or nodes"
+            )
         return self
 
 

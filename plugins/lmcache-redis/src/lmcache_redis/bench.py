@@ -77,6 +77,14 @@ def _somewhere(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if _WHERE & given.keys():
         yield {}
         return
+    with redis_server() as port:
+        yield {"host": "127.0.0.1", "port": port}
+
+
+@contextmanager
+def redis_server() -> Iterator[int]:
+    """A `redis-server` on this machine that keeps nothing on a disk and ends with the bench: its port. Raises
+    `UsageError` if there is none to start."""
     binary = shutil.which("redis-server")
     if binary is None:
         raise UsageError("redis-server is not installed: install it, or name a server with --set url=redis://HOST:PORT")
@@ -93,7 +101,7 @@ def _somewhere(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise UsageError("the redis-server that was started for this bench does not answer")
                 time.sleep(0.02)
-            yield {"host": "127.0.0.1", "port": port}
+            yield port
         finally:
             server.terminate()
             server.wait()

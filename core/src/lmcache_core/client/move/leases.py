@@ -521,7 +521,11 @@ class ReadLease(Lease):
 
     def untouched(self, positions: Sequence[int]) -> list[bool]:
         """For each of these: whether its slot provably held the same object since it was granted. Makes no call."""
-        return [self._untouched([position]) for position in positions]
+        granted = [self._generations[at] if at < len(self._generations) else 0 for at in positions]
+        known = [at for at, generation in zip(positions, granted, strict=True) if generation]
+        offsets = array("Q", [self._offsets[at] for at in known])
+        now = dict(zip(known, self._generations_of([self._keys[at] for at in known], offsets), strict=True))
+        return [bool(generation) and now[at] == generation for at, generation in zip(positions, granted, strict=True)]
 
     def _untouched(self, positions: Sequence[int]) -> bool:
         """Whether the slots at these positions held the same objects since they were granted."""

@@ -33,9 +33,11 @@ def evidence_of(outcome: Outcome, buffers: Sequence[memoryview]) -> Evidence:
     return Evidence(digest.intdigest(), outcome.nbytes, outcome.version)
 
 
-def check_object(raw_key: bytes, page: memoryview, payload: memoryview, nbytes: int) -> ObjectHeader:
-    """The header, if `nbytes` in `page` and `payload` are the object of this tier key, whole. Raises
-    `DamagedObjectError`."""
+def check_object(
+    raw_key: bytes, page: memoryview, payload: memoryview, nbytes: int, checksum: int | None = None
+) -> ObjectHeader:
+    """The header, if `nbytes` in `page` and `payload` are the object of this tier key, whole. `checksum`: of the
+    payload, if it was computed while it came. Raises `DamagedObjectError`."""
     if nbytes < HEADER_BYTES:
         raise DamagedObjectError(f"it ends after {nbytes} bytes, inside its header")
     header = read_header(page)
@@ -44,6 +46,8 @@ def check_object(raw_key: bytes, page: memoryview, payload: memoryview, nbytes: 
         raise DamagedObjectError(f"it stands under the key of {key.hex()[:16]}… and is {header.key.hex()[:16]}…")
     if nbytes != HEADER_BYTES + header.encoded_bytes or header.encoded_bytes > payload.nbytes:
         raise DamagedObjectError(f"it has {nbytes:,} bytes and its header says otherwise")
-    if payload_checksum([payload[: header.encoded_bytes]]) != header.checksum:
+    if checksum is None:
+        checksum = payload_checksum([payload[: header.encoded_bytes]])
+    if checksum != header.checksum:
         raise DamagedObjectError("its payload fails its checksum")
     return header
