@@ -31,8 +31,7 @@ SUMMARY = "codec chains against a plain copy of the same bytes"
 OURS = {
     "fp8": "lmcache-fp8",
     **dict.fromkeys(("int8", "k8v4", "int4"), "lmcache-quant"),
-    "zstd": "lmcache-compress",
-    "lz4": "lmcache-compress",
+    **dict.fromkeys(("zstd", "lz4", "planes"), "lmcache-compress"),
     "aesgcm": "lmcache-crypto",
 }
 CHAINS = ("fp8,zstd", "zstd,aesgcm", "fp8,zstd,aesgcm")  # measured if all their serdes are installed

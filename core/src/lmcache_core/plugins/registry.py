@@ -57,8 +57,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.L2_ADAPTER, "mock"): "lmcache-mock",
     (Kind.SERDE, "fp8"): "lmcache-fp8",
     **{(Kind.SERDE, name): "lmcache-quant" for name in ("int8", "k8v4", "int4")},
-    (Kind.SERDE, "zstd"): "lmcache-compress",
-    (Kind.SERDE, "lz4"): "lmcache-compress",
+    **{(Kind.SERDE, name): "lmcache-compress" for name in ("zstd", "lz4", "planes")},
     (Kind.SERDE, "aesgcm"): "lmcache-crypto",
     **{
         (Kind.EVICTION_POLICY, name): "lmcache-policies"
