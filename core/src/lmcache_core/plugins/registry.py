@@ -29,11 +29,14 @@ log = logging.getLogger(__name__)
 # A tier is one table that also contains its adapter's settings, so these names are reserved.
 TIER_FIELDS = frozenset(
     {
+        "agreement_min",
         "capacity_bytes",
         "connections",
         "deadline_s",
+        "divergence_max",
         "evict_ratio",
         "eviction",
+        "require_certificate",
         "rescan_s",
         "store_cpu_share",
         "store_io",
