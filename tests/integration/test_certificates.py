@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.cli.main import main
 from lmcache_core.cli.status import summary
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.observe.troubles import with_troubles
@@ -64,6 +65,17 @@ def test_a_server_does_not_start_without_the_certificate_that_is_demanded(
         assert "lmcache-core quality" in str(caught.value)
     with pytest.raises(SettingsError, match="agreement_min"):
         serve(serde=["int8"], require_certificate=str(certificate), agreement_min=0.99)
+
+
+def test_check_says_so_before_the_server_starts(
+    certificate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = ["--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk"), "--runtime_dir", str(tmp_path)]
+    for serde, accepted in (("int8", True), ("int4", False)):
+        main(["check", "--json", *disk, "--l2.disk.serde", serde, "--l2.disk.require_certificate", str(certificate)])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        refused = [each for each in findings if "certifies" in each["message"]]
+        assert [each["ok"] for each in refused] == [False] * (not accepted)
 
 
 def test_a_lossless_tier_needs_no_certificate(serve: Callable[..., Server], tmp_path: Path) -> None:

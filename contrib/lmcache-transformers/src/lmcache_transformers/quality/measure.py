@@ -21,7 +21,7 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.tiers.object.format import SERDE_KEY_BYTES
 from lmcache_transformers import smollm2
-from lmcache_transformers.chunks import layout_of, regions_of
+from lmcache_transformers.chunks import Chunk, layout_of, pages_of, regions_of
 from lmcache_transformers.geometry import Geometry, cache_argument, geometry_of
 from lmcache_transformers.weights import names_of
 
@@ -186,27 +186,16 @@ def through(chain: CodecChain, cache: Any, geometry: Geometry, chunk_tokens: int
     chunks = cache.get_seq_length() // chunk_tokens
     if not chunks:
         raise UsageError(f"the context is shorter than one chunk of {chunk_tokens} tokens: give more --context")
-    pages = [_pages(region) for region in regions_of(cache, geometry, chunk_tokens, chunks)]
-    scratch, encoded_bytes = Scratch(), 0
-    for chunk in range(chunks):
-        parts = [each[chunk] for each in pages]
-        source = b"".join(parts)
-        encoded = chain.encode(memoryview(source), layout, KEY, scratch)
+    pages = [pages_of(region) for region in regions_of(cache, geometry, chunk_tokens, chunks)]
+    scratch, encoded_bytes, chunk = Scratch(), 0, Chunk(pages, layout.nbytes)
+    for at in range(chunks):
+        chunk.gather(at)
+        encoded = chain.encode(chunk.row, layout, KEY, scratch)
         medium = b"".join(encoded.buffers)
         encoded_bytes += len(medium)
-        decoded = memoryview(bytearray(layout.nbytes))
         if chain.is_identity:
-            decoded[:] = medium
+            chunk.row[:] = medium
         else:
-            chain.decode(memoryview(medium), decoded, layout, KEY, encoded.lengths, scratch)
-        at = 0
-        for part in parts:
-            part[:] = decoded[at : at + part.nbytes]
-            at += part.nbytes
+            chain.decode(memoryview(medium), chunk.row, layout, KEY, encoded.lengths, scratch)
+        chunk.scatter(at)
     return float(encoded_bytes / (chunks * layout.nbytes))
-
-
-def _pages(region: Any) -> list[memoryview]:
-    """The bytes of each page of a region of a tensor in host memory."""
-    memory = memoryview(region.buffer.view(torch.uint8).reshape(-1).numpy())
-    return [memory[region.offset + page * region.page_stride :][: region.page_bytes] for page in range(region.pages)]

@@ -91,9 +91,13 @@ def _built(name: str, settings: TierSettings, registry: Registry, server: str) -
             context=context,
         )
         if settings.require_certificate is not None and tier.chain.lossy:
-            bounds = settings.divergence_max, settings.agreement_min
-            setting = f"l2.{name}.require_certificate"
-            tier.certificate = certificate_for(tier.chain.lossy, settings.require_certificate, *bounds, setting)
+            tier.certificate = certificate_for(
+                tier.chain.lossy,
+                settings.require_certificate,
+                settings.divergence_max,
+                settings.agreement_min,
+                f"l2.{name}.require_certificate",
+            )
         undo.pop_all()
     return tier
 
