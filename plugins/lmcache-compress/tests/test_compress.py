@@ -42,7 +42,7 @@ SERDES: dict[str, BlockSerde] = {
     "lz4-plain": Lz4Serde(Lz4Settings(shuffle=False)),
     "planes": PlanesSerde(),
 }
-VALUES = int(os.environ.get("LMCACHE_CORE_PLANES_VALUES", 1 << 22))  # a thousand million take half an hour
+VALUES = int(os.environ.get("LMCACHE_CORE_PLANES_VALUES", 1 << 22))  # a thousand million take a quarter of an hour
 
 
 @pytest.fixture(params=list(SERDES))
