@@ -45,6 +45,10 @@ class TestLz4(Built):
     component = "lz4"
 
 
+class TestPlanes(Built):
+    component = "planes"
+
+
 class TestAesGcm(Built):
     component = "aesgcm"
     authenticates = True

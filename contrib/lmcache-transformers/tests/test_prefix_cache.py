@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_core import Client, Server
 from lmcache_core.client.client import Client as AnyClient
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import PluginError, SettingsError, UsageError
 from lmcache_transformers import PrefixCache
 from lmcache_transformers.chunks import layout_of
 from lmcache_transformers.geometry import Geometry, LayerShape, cache_argument
@@ -67,6 +67,36 @@ def test_what_is_stored_reaches_another_client_and_another_model_object(
     for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, : len(DOCUMENT)])
         assert torch.equal(ours.values, theirs.values[:, :, : len(DOCUMENT)])
+
+
+def test_chunks_may_lie_encoded_in_the_pool(
+    client: Client, model: transformers.PreTrainedModel, answered: Answered, prefixes: PrefixCache
+) -> None:
+    pytest.importorskip("lmcache_quant._native", reason="built without C")
+    dense = PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK, codec="int8")
+    _, _, cache = answered(dense, DOCUMENT)
+    stored = dense.store(DOCUMENT, cache)
+    assert stored.chunks_written == 5
+    assert stored.nbytes == 5 * dense.namespace.layout.nbytes < 0.4 * 5 * dense.layout.nbytes
+    assert dense.store(DOCUMENT, cache).chunks_present == 5
+    prefix = dense.load([*DOCUMENT, 1])
+    assert prefix.tokens_reused == len(DOCUMENT)
+    assert prefix.nbytes == stored.nbytes
+    for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
+        for back, was in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            was = was[:, :, : len(DOCUMENT)]
+            assert 0 < (back - was).abs().max() < 0.01 * was.abs().max()
+    assert prefixes.load([*DOCUMENT, 1]).tokens_reused == 0
+
+
+def test_a_codec_that_is_not_installed_or_not_certified_is_refused(
+    client: Client, model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(PluginError, match="int7"):
+        PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK, codec="int7")
+    pytest.importorskip("lmcache_quant._native", reason="built without C")
+    with pytest.raises(SettingsError, match="lmcache-core quality"):
+        PrefixCache(client, model, model_name="tiny", codec="int8", certificate=tmp_path / "none")
 
 
 def test_a_token_is_always_left_to_compute(answered: Answered, prefixes: PrefixCache) -> None:

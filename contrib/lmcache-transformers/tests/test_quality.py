@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.cli.main import main
+from lmcache_core.errors import SettingsError
+from lmcache_core.serde.certificate import certificate_for
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -52,6 +54,18 @@ def test_a_lossless_chain_changes_nothing_and_fewer_bits_change_more(
     assert 0 < chains["int8"]["divergence"]["mean"] < chains["int4"]["divergence"]["mean"] / 10
     assert chains["int4"]["size"] < chains["int8"]["size"] < chains["identity"]["size"] == 1
     assert chains["int8"]["serdes"] == [["int8", {"format": 1, "group_tokens": 64}]]
+
+
+def test_a_certificate_is_read_as_the_server_reads_it(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json"
+    chains = ["int8:group_tokens=16,zstd", "zstd"]
+    assert quality(folder, "--serde", *chains, "--windows", "1", "--certificate", str(file)) == 0
+    lossy = [("int8", {"format": 1, "group_tokens": 16})]
+    certificate = certificate_for(lossy, file, 1.0, 0.0, "l2.x.require_certificate")
+    assert certificate.dtype == "bfloat16"
+    assert [each.lossy for each in certificate.chains] == [lossy, []]
+    with pytest.raises(SettingsError, match="certifies"):
+        certificate_for([("int8", {"format": 1, "group_tokens": 64})], file, 1.0, 0.0, "l2.x.require_certificate")
 
 
 def test_the_table_has_a_row_for_each_chain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,6 +195,9 @@ CHUNK_TOKENS_MAX = 1 << 20  # a prompt of a million tokens is one chunk then
 CHUNK_TOKENS = 256
 L1_WATERMARK = 0.8
 EVICT_RATIO = 0.2
+CERTIFICATE_BYTES_MAX = 1 << 20  # a few hundred bytes a chain
+DIVERGENCE_MAX = 0.01  # nats a token: what four bits a value cost a small model
+AGREEMENT_MIN = 0.9
 
 # --- plugins ------------------------------------------------------------------------------------------------
 PLUGIN_S = 15.0  # for one import or hook at start: ten times what the slowest of ours takes on a loaded machine

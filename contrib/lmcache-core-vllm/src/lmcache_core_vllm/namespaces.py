@@ -16,7 +16,7 @@ from lmcache_core import Client
 from lmcache_core.errors import CacheError
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
 from lmcache_core.tokens.keys import keys_from_block_hashes
-from lmcache_core.tokens.namespace import Namespace, label_from
+from lmcache_core.tokens.namespace import Namespace, label_from, label_of_weights
 from lmcache_core_vllm.weights import Weights
 
 log = logging.getLogger("vllm.lmcache_core")  # below "vllm", so that vLLM's log shows it
@@ -94,7 +94,7 @@ def _label(rank: RankFacts, number: int) -> str:
     facts = dict(rank.groups[number].facts)
     dtypes = [name.removeprefix("torch.") for name in (facts.get("dtype", ""), facts.get("cache_dtype", ""))]
     parts = [f"/{name}" for name in dtypes if name not in ("", "auto")]
-    parts += [f"@{rank.weights_version[:12]}"] * bool(rank.weights_version)
+    parts += [label_of_weights(rank.weights_version)]
     parts += [f" {rank.shard[0]}/{rank.shard[1]}"] * (rank.shard[1] > 1)
     parts += [f" group {number}"] * (len(rank.groups) > 1)
     return label_from(rank.name or rank.model, "".join(parts))

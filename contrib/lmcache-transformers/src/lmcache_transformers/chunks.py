@@ -11,6 +11,7 @@ each covers everything before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import Region
@@ -95,3 +96,39 @@ def _of_heads(tensor: torch.Tensor, chunk_tokens: int, chunks: int) -> list[Regi
     page_bytes = chunk_tokens * tensor.shape[3] * item
     step = tensor.stride(1) * item
     return [Region(tensor, head * step, page_bytes, page_bytes, chunks) for head in range(tensor.shape[1])]
+
+
+def pages_of(region: Region) -> list[memoryview]:
+    """The bytes of each page of a region of a tensor in host memory, which may be a strided view."""
+    import torch
+
+    tensor = region.buffer
+    storage: Any = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    memory = memoryview(storage)
+    start = tensor.storage_offset() * tensor.element_size() + region.offset
+    return [memory[start + page * region.page_stride :][: region.page_bytes] for page in range(region.pages)]
+
+
+class Chunk:
+    """One chunk in a row, from the memory of a cache and back: for a codec, which takes whole chunks."""
+
+    def __init__(self, pages: list[list[memoryview]], nbytes: int) -> None:
+        """`pages`: of each region, by chunk."""
+        self._pages = pages
+        self.row = memoryview(bytearray(nbytes))
+
+    def gather(self, at: int) -> None:
+        """Copy chunk `at` of the cache into the row."""
+        for parts, place in self._places(at):
+            self.row[place] = parts
+
+    def scatter(self, at: int) -> None:
+        """Copy the row into chunk `at` of the cache."""
+        for parts, place in self._places(at):
+            parts[:] = self.row[place]
+
+    def _places(self, at: int) -> Iterator[tuple[memoryview, slice]]:
+        start = 0
+        for pages in self._pages:
+            yield pages[at], slice(start, start + pages[at].nbytes)
+            start += pages[at].nbytes

@@ -16,6 +16,8 @@ from lmcache_transformers.prefix_cache import Prefix, PrefixCache
 from lmcache_transformers.support import counts_positions_by_cache
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import PreTrainedModel
 
@@ -69,7 +71,8 @@ class CachedGenerator:
     `prefixes`. Raises `UsageError`, with the reason, for a model that cannot be served.
 
     Prompts are computed in steps that end where chunks end, one prompt after the other, whether or not anything was
-    found: so an answer has the same bits however much of its prompt was in the cache. One generator for one thread.
+    found: so an answer has the same bits however much of its prompt was in the cache, except with a `codec`. One
+    generator for one thread.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class CachedGenerator:
         tenant_salt: str = "",
         wait_s: float = 5.0,
         unproven_ok: bool = False,
+        codec: str = "",
+        certificate: Path | None = None,
     ) -> None:
         self.prefixes = PrefixCache(
             client,
@@ -94,6 +99,8 @@ class CachedGenerator:
             tenant_salt=tenant_salt,
             wait_s=wait_s,
             unproven_ok=unproven_ok,
+            codec=codec,
+            certificate=certificate,
         )
         self._model: Any = model
         self._tokenizer = tokenizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 from lmcache_core.cli.table import print_table
-from lmcache_core.errors import CacheError, UsageError
+from lmcache_core.errors import CacheError, SettingsError, UsageError
 from lmcache_core.guard import guarded
 from lmcache_core.plugins.components import Finding, Kind
 from lmcache_core.plugins.error_text import error_text
@@ -107,7 +107,7 @@ def _of_a_start(registry: Registry, settings: Settings, running: _Running | None
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
     for record in in_use.values():
         yield from findings_of(registry, record, settings)
-    yield from _opaque(registry, settings)
+    yield from _serdes(registry, settings)
     for name, tier in settings.l2.items():
         yield from _tier(registry, settings.name, name, tier)
 
@@ -267,15 +267,25 @@ def _unbounded(name: str) -> Finding:
     return Finding(True, f"tier {name!r}", text, f"set l2.{name}.capacity_bytes, unless the medium bounds it")
 
 
-def _opaque(registry: Registry, settings: Settings) -> Iterator[Finding]:
-    """The tiers that take no bytes of which nothing is known. Not an error: most engines say what theirs are."""
+def _serdes(registry: Registry, settings: Settings) -> Iterator[Finding]:
+    """The tiers whose certificate does not do; and those that take no bytes of which nothing is known, which is no
+    error: most engines say what theirs are."""
     from lmcache_core.limits import PAGE_BYTES
     from lmcache_core.pool.layout import Layout
+    from lmcache_core.serde.certificate import certificate_for
     from lmcache_core.serde.chain import CodecChain
 
     for name, tier in settings.l2.items():
         with contextlib.suppress(CacheError, ValueError):  # one that cannot be built is the plugin's own finding
             chain = CodecChain([registry.build(Kind.SERDE, each.type, each.settings) for each in tier.serde])
+            if tier.require_certificate is not None and chain.lossy:
+                setting = f"l2.{name}.require_certificate"
+                try:
+                    certificate_for(
+                        chain.lossy, tier.require_certificate, tier.divergence_max, tier.agreement_min, setting
+                    )
+                except SettingsError as error:
+                    yield Finding.of_error(f"tier {name!r}", error, f"measure it, or leave {setting} out")
             try:
                 chain.encoded_bytes_max(Layout("uint8", (PAGE_BYTES,)))
             except UsageError as error:

@@ -105,7 +105,8 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         most = tier["capacity_bytes"]
         room = "" if most is None else f" of {size(most)}, {tier['bytes_used'] / most:.0%}" if most else " of nothing"
         draining = "; draining" if tier["draining"] else "" if tier["stores"] else "; never stores"
-        yield "tier", f"{tier['name']}: {size(tier['bytes_used'])}{room}; {tier['objects']:,} objects{draining}"
+        lossy = "".join(f"; lossy: {name}" for name in tier.get("lossy", ()))  # a server of another version has none
+        yield "tier", f"{tier['name']}: {size(tier['bytes_used'])}{room}; {tier['objects']:,} objects{lossy}{draining}"
     for trouble in status["troubles"] or ["none"]:
         yield "trouble", trouble
 

@@ -29,12 +29,15 @@ log = logging.getLogger(__name__)
 # A tier is one table that also contains its adapter's settings, so these names are reserved.
 TIER_FIELDS = frozenset(
     {
+        "agreement_min",
         "capacity_bytes",
         "connections",
         "deadline_s",
+        "divergence_max",
         "evict_ratio",
         "eviction",
         "locality",
+        "require_certificate",
         "rescan_s",
         "store_cpu_share",
         "store_io",
@@ -59,8 +62,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.L2_ADAPTER, "mock"): "lmcache-mock",
     (Kind.SERDE, "fp8"): "lmcache-fp8",
     **{(Kind.SERDE, name): "lmcache-quant" for name in ("int8", "k8v4", "int4")},
-    (Kind.SERDE, "zstd"): "lmcache-compress",
-    (Kind.SERDE, "lz4"): "lmcache-compress",
+    **{(Kind.SERDE, name): "lmcache-compress" for name in ("zstd", "lz4", "planes")},
     (Kind.SERDE, "aesgcm"): "lmcache-crypto",
     **{
         (Kind.EVICTION_POLICY, name): "lmcache-policies"

@@ -46,6 +46,11 @@ class CodecChain:
     def lossless(self) -> bool:
         return all(serde.lossless for serde in self.serdes)
 
+    @property
+    def lossy(self) -> list[tuple[str, Mapping[str, str | int | float]]]:
+        """Name and parameters of each serde that does not restore the same bytes."""
+        return [(serde.name, dict(serde.parameters())) for serde in self.serdes if not serde.lossless]
+
     def describe(self) -> list[tuple[str, Mapping[str, str | int | float]]]:
         """Name and parameters of each serde, as an object's header records them."""
         return [(serde.name, dict(serde.parameters())) for serde in self.serdes]

@@ -23,7 +23,8 @@ class Serde(ABC):
 
     Attributes:
         name: The component's name. It is recorded in each object's header.
-        lossless: Whether decoding restores the same bytes.
+        lossless: Whether decoding restores the same bytes; unless a serde says otherwise, it does. A tier can demand a
+            certificate of one that does not.
 
     One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's header
     and compared when loading, so an object encoded with other settings is a miss with a reason, never wrong bytes.
@@ -34,7 +35,7 @@ class Serde(ABC):
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
+    lossless: ClassVar[bool] = True
 
     def parameters(self) -> Mapping[str, str | int | float]:
         """What a decoder must have in common. Never a secret (a key's id, not the key)."""

@@ -270,6 +270,16 @@ class TierSettings(Section):
         default="auto",
         description="for routers: whether other nodes have the medium too; auto: if the adapter shares it",
     )
+    require_certificate: OptionalPath = Field(
+        default=None,
+        description="certificate, by `lmcache-core quality`, that lossy serdes must have; none: not demanded",
+    )
+    divergence_max: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = Field(
+        default=limits.DIVERGENCE_MAX, description="the most that a certificate may say, in nats a token"
+    )
+    agreement_min: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=limits.AGREEMENT_MIN, description="how often the most likely token must stay the same"
+    )
     settings: Any = None
 
     @model_validator(mode="before")

@@ -73,7 +73,7 @@ class Namespace:
         """The label that the server gets: the given one, or the default. Never the salt."""
         if self.label:
             return self.label
-        version = f"@{self.weights_version[:12]}" if self.weights_version else ""
+        version = label_of_weights(self.weights_version)
         opaque = "" if self.layout.dtype == "uint8" else f"/{self.layout.dtype}"
         shard = f" {self.kv_shard[0]}/{self.kv_shard[1]}" if self.kv_shard[1] > 1 else ""
         return label_from(self.model, version + opaque + shard)
@@ -144,6 +144,11 @@ def label_from(model: str, rest: str = "") -> str:
     if end != name and not name.removesuffix(end).endswith("/"):
         end = end.partition("/")[2] or end  # without half of a folder's name
     return end + rest
+
+
+def label_of_weights(version: str) -> str:
+    """The part of a label by which the state of a model's weights is known; empty without a version."""
+    return _OTHER.sub("_", f"@{version[:12]}") if version else ""
 
 
 def _text_bytes(name: str, text: str) -> bytes:

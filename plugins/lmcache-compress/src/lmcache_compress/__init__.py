@@ -1,4 +1,4 @@
-"""Lossless compression for the objects on their way to a tier: zstd and lz4, with byte shuffling.
+"""Lossless compression for the objects on their way to a tier: zstd and lz4 with byte shuffling, and planes.
 
 This module only names things; the libraries are loaded when a serde is built.
 """
@@ -13,7 +13,7 @@ from lmcache_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def lmcache_plugin_info() -> PluginInfo:
-    return PluginInfo(api=1, summary="lossless serdes: zstd and lz4 with byte shuffling")
+    return PluginInfo(api=1, summary="lossless serdes: zstd and lz4 with byte shuffling, planes")
 
 
 @hookimpl
@@ -31,6 +31,12 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             "lz4",
             factory="lmcache_compress.lz4_serde:Lz4Serde",
             settings="lmcache_compress.settings:Lz4Settings",
-            summary="lz4 with byte shuffling; lossless, quickest to read back",
+            summary="lz4 with byte shuffling; lossless",
+        ),
+        ComponentSpec(
+            Kind.SERDE,
+            "planes",
+            factory="lmcache_compress.planes_serde:PlanesSerde",
+            summary="exponents entropy coded, mantissas stored; lossless, quickest of the three",
         ),
     ]

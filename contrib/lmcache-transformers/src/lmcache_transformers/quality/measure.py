@@ -16,16 +16,20 @@ import transformers
 from lmcache_core.errors import UsageError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.serde.certificate import FORMAT
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.tiers.object.format import SERDE_KEY_BYTES
 from lmcache_transformers import smollm2
-from lmcache_transformers.chunks import layout_of, regions_of
+from lmcache_transformers.chunks import Chunk, layout_of, pages_of, regions_of
 from lmcache_transformers.geometry import Geometry, cache_argument, geometry_of
 from lmcache_transformers.weights import names_of
 
 if TYPE_CHECKING:
     import argparse
+
+    from lmcache_core.plugins.registry import Registry
+    from lmcache_core.serde.contract import Serde
 
 KEY = bytes(range(SERDE_KEY_BYTES))
 
@@ -47,12 +51,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one chain. `size`: bytes on the medium, of the KV's own; `divergence`: in nats a token, of the predictions
-    from decoded KV against those from the KV as it was; `agreement`: how often the most likely token is the same;
-    `perplexity`: of the text that follows, with decoded KV."""
+    """Of one chain. `lossy`: those of its serdes that do not restore the same bytes; `size`: bytes on the medium, of
+    the KV's own; `divergence`: in nats a token, of the predictions from decoded KV against those from the KV as it was;
+    `agreement`: how often the most likely token is the same; `perplexity`: of the text that follows, with decoded
+    KV."""
 
     chain: str
     serdes: list[tuple[str, Mapping[str, str | int | float]]]
+    lossy: list[tuple[str, Mapping[str, str | int | float]]]
     size: float
     divergence: Mean
     agreement: Mean
@@ -61,8 +67,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class Report:
-    """All chains, and what they were measured with."""
+    """All chains, and what they were measured with. As JSON it is a certificate."""
 
+    format: int
     model: str
     weights: str
     dtype: str
@@ -89,10 +96,7 @@ class Window:
 def measure(options: argparse.Namespace) -> Report:
     """Measure all chains of the options."""
     registry = load_plugins()
-    chains = {
-        names: CodecChain([registry.build(Kind.SERDE, name, None) for name in names.split(",")])
-        for names in options.chains
-    }
+    chains = {names: CodecChain([_serde(registry, text) for text in names.split(",")]) for names in options.chains}
     folder = str(smollm2.folder()) if options.model == "smollm2" else options.model
     if not Path(folder).is_dir():
         raise UsageError(f"there is no folder {folder!r}: give one that holds a model, or smollm2")
@@ -108,6 +112,7 @@ def measure(options: argparse.Namespace) -> Report:
     windows = list(_windows(model, tokens, options))
     name, weights = names_of(model, "", "")
     return Report(
+        format=FORMAT,
         model=name,
         weights=weights,
         dtype=options.dtype,
@@ -122,6 +127,13 @@ def measure(options: argparse.Namespace) -> Report:
             _measured(model, geometry, chain, name, windows, options.chunk_tokens) for name, chain in chains.items()
         ],
     )
+
+
+def _serde(registry: Registry, text: str) -> Serde:
+    """NAME, or NAME:SETTING=VALUE."""
+    name, *settings = text.split(":")
+    serde: Serde = registry.build(Kind.SERDE, name, dict(each.split("=", 1) for each in settings) or None)
+    return serde
 
 
 def _windows(model: Any, tokens: torch.Tensor, options: argparse.Namespace) -> Iterator[Window]:
@@ -164,7 +176,7 @@ def _measured(
         agreements.append(float((unchanged.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()))
         perplexities.append(_perplexity(found, window.expected))
     means = [Mean.of(values) for values in (divergences, agreements, perplexities)]
-    return Quality(name, chain.describe(), statistics.fmean(sizes), *means)
+    return Quality(name, chain.describe(), chain.lossy, statistics.fmean(sizes), *means)
 
 
 def through(chain: CodecChain, cache: Any, geometry: Geometry, chunk_tokens: int) -> float:
@@ -174,27 +186,16 @@ def through(chain: CodecChain, cache: Any, geometry: Geometry, chunk_tokens: int
     chunks = cache.get_seq_length() // chunk_tokens
     if not chunks:
         raise UsageError(f"the context is shorter than one chunk of {chunk_tokens} tokens: give more --context")
-    pages = [_pages(region) for region in regions_of(cache, geometry, chunk_tokens, chunks)]
-    scratch, encoded_bytes = Scratch(), 0
-    for chunk in range(chunks):
-        parts = [each[chunk] for each in pages]
-        source = b"".join(parts)
-        encoded = chain.encode(memoryview(source), layout, KEY, scratch)
+    pages = [pages_of(region) for region in regions_of(cache, geometry, chunk_tokens, chunks)]
+    scratch, encoded_bytes, chunk = Scratch(), 0, Chunk(pages, layout.nbytes)
+    for at in range(chunks):
+        chunk.gather(at)
+        encoded = chain.encode(chunk.row, layout, KEY, scratch)
         medium = b"".join(encoded.buffers)
         encoded_bytes += len(medium)
-        decoded = memoryview(bytearray(layout.nbytes))
         if chain.is_identity:
-            decoded[:] = medium
+            chunk.row[:] = medium
         else:
-            chain.decode(memoryview(medium), decoded, layout, KEY, encoded.lengths, scratch)
-        at = 0
-        for part in parts:
-            part[:] = decoded[at : at + part.nbytes]
-            at += part.nbytes
+            chain.decode(memoryview(medium), chunk.row, layout, KEY, encoded.lengths, scratch)
+        chunk.scatter(at)
     return float(encoded_bytes / (chunks * layout.nbytes))
-
-
-def _pages(region: Any) -> list[memoryview]:
-    """The bytes of each page of a region of a tensor in host memory."""
-    memory = memoryview(region.buffer.view(torch.uint8).reshape(-1).numpy())
-    return [memory[region.offset + page * region.page_stride :][: region.page_bytes] for page in range(region.pages)]

@@ -87,7 +87,7 @@ class Namespaces:
             return
         name = label or str(layout)
         try:
-            tiering.check_layout(layout)
+            tiering.check_layout(layout, label)
         except UsageError as error:
             if name not in self.refused:
                 log.warning("namespace %s is refused: %s", name, error)
@@ -97,9 +97,11 @@ class Namespaces:
             raise
         self.refused.pop(name, None)
 
-    def layouts_in_use(self) -> list[Layout]:
-        """Of the namespaces that sessions use now."""
-        return [self._l1.layouts[layout_id] for layout_id in self._by_layout if layout_id in self._l1.layouts]
+    def layouts_in_use(self) -> list[tuple[Layout, str]]:
+        """Of the namespaces that sessions use now, each with its label."""
+        used = dict.fromkeys((each.layout_id, each.label) for each in self.in_use.values())
+        layouts = self._l1.layouts
+        return [(layouts[layout_id], label) for layout_id, label in used if layout_id in layouts]
 
     def _take_place(self, session: Session, namespace: int, layout_id: int, label: str) -> None:
         self._share.take(session.origin)

@@ -42,7 +42,7 @@ class TierChanges:
         loop: Loop,
         configured: Mapping[str, TierSettings],
         tiers: TierOpener,
-        layouts_in_use: Callable[[], Sequence[Layout]],
+        layouts_in_use: Callable[[], Sequence[tuple[Layout, str]]],
     ) -> None:
         self._server = server
         self._registry = registry
@@ -120,8 +120,8 @@ class TierChanges:
             raise UsageError(f"tier {name!r} already exists: reconfigure it, or choose another name")
 
     def _check_layouts(self, tier: Tier) -> None:
-        for layout in self._layouts_in_use():
-            tier.check_layout(layout)
+        for layout, label in self._layouts_in_use():
+            tier.check_layout(layout, label)
 
     def _build(self, session: Session, request: m.ChangeTier, make: Callable[[], _Finish]) -> m.Message | None:
         """None: the answer follows."""

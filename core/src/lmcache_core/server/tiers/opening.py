@@ -13,6 +13,7 @@ from lmcache_core.plugins.patience import patience
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.pool.cores import usable_cores
+from lmcache_core.serde.certificate import certificate_for
 from lmcache_core.server.pool.l1 import L1
 from lmcache_core.server.pool.opening import build_eviction
 from lmcache_core.settings.model import Settings, TierSettings
@@ -89,6 +90,14 @@ def _built(name: str, settings: TierSettings, registry: Registry, server: str) -
             make_eviction=None if component is None else lambda: build_eviction(registry, component),
             context=context,
         )
+        if settings.require_certificate is not None and tier.chain.lossy:
+            tier.certificate = certificate_for(
+                tier.chain.lossy,
+                settings.require_certificate,
+                settings.divergence_max,
+                settings.agreement_min,
+                f"l2.{name}.require_certificate",
+            )
         undo.pop_all()
     return tier
 

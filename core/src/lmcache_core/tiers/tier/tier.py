@@ -18,6 +18,7 @@ from lmcache_core.kernel.tenants import TenantUsage
 from lmcache_core.policies.contracts import EvictionPolicy, TierView
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol.codec import plain
+from lmcache_core.serde.certificate import Certificate
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.threads import started
@@ -86,6 +87,7 @@ class Tier:
         self._recount = Recount() if context is None else context.recount  # the one that the adapter was built with
         self.config = config
         self.chain = CodecChain(serdes)
+        self.certificate: Certificate | None = None  # what is demanded of a lossy chain
         self.health = Health(name)
         self.clock = Clock()  # the server's, from `start` on
         guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
@@ -180,8 +182,9 @@ class Tier:
             size = self._stored_bytes[layout.fingerprint] = HEADER_BYTES + self.chain.encoded_bytes_max(layout)
         return size
 
-    def check_layout(self, layout: Layout) -> None:
-        """Raises `UsageError`, with the cure, if the tier's serdes cannot encode objects of this layout."""
+    def check_layout(self, layout: Layout, label: str) -> None:
+        """Raises `UsageError`, with the cure, if the tier's serdes cannot encode objects of this layout, or may not: if
+        their certificate is for another dtype, or another model than the namespace's label names."""
 
         def refused(error: BaseException) -> NoReturn:
             why = str(error) if isinstance(error, CacheError) else f"{type(error).__name__}: {error}"
@@ -191,6 +194,14 @@ class Tier:
             ) from None
 
         guarded(refused, self.stored_bytes, layout)
+        if self.certificate is not None:
+            try:
+                self.certificate.check(layout, label)
+            except UsageError as error:
+                raise UsageError(
+                    f"tier {self.name!r} must not store objects of {layout}: {error}",
+                    cure=f"name a certificate for this model in l2.{self.name}.require_certificate",
+                ) from None
 
     def bytes_to_reserve(self, layout: Layout, known: int = 0) -> tuple[int, bool]:
         """Bytes for one object of this layout, and whether they are certain. `known`: its size, if it was encoded
@@ -343,6 +354,8 @@ class Tier:
             "draining": self.draining,
             "stores": self.adapter.capabilities.stores,
             "wrap": self.wrap,
+            "lossy": [name for name, _ in self.chain.lossy],
+            "certified_for": "" if self.certificate is None else self.certificate.model,
             "reads": {"breaker": str(self.health.reads.state), "opened": self.health.reads.opened},
             "writes": {"breaker": str(self.health.writes.state), "opened": self.health.writes.opened},
             "last_error": self.health.last_error,
@@ -386,13 +399,17 @@ class Tier:
         }
 
     def places(self, keys: Sequence[bytes]) -> list[str]:
-        """Where its adapter found each of these keys, in words; empty where it does not say."""
+        """Where its adapter found each of these keys, in words, and which of its serdes are lossy; empty where there is
+        nothing to say."""
+        lossy = ", ".join(name for name, _ in self.chain.lossy)
+        ours = f"lossy: {lossy}" if lossy else ""
 
         def nowhere(error: BaseException) -> list[str]:
             self.health.trouble.note("explain", f"its adapter names no places: {error!r}", self.clock.now)
             return [""] * len(keys)
 
-        return guarded(nowhere, lambda: [str(place) for _, place in zip(keys, self.adapter.places(keys), strict=True)])
+        found = guarded(nowhere, lambda: [str(place) for _, place in zip(keys, self.adapter.places(keys), strict=True)])
+        return ["; ".join(filter(None, (place, ours))) for place in found] if ours else found
 
     def _no_status(self, error: BaseException) -> dict[str, Any]:
         self.health.trouble.note("status", f"its adapter has no status: {error!r}", self.clock.now)

@@ -1,6 +1,7 @@
 /* The kernels, built once for each instruction set: plain.c and avx2.c include this file, with TARGET,
  * FLOATS_OF_HALVES and HALVES_OF_FLOATS defined. Every operation is on single floats in a fixed order, so all builds
- * give the same bytes (contraction into FMA is off), and the loops are written for the compiler to vectorise.
+ * give the same bytes (contraction into FMA is off), and the loops are written for the compiler to vectorise. Where it
+ * does that badly, ..._FIRST does the beginning of a run with the instruction set's own means, and says how far it got.
  *
  * A unit is a run of tokens at one place of the other axes. Keys: each channel of the unit has its own grid of values,
  * over all of the unit's tokens. Values: each token has its own, for each of its heads.
@@ -12,7 +13,6 @@
 #include "quant.h"
 
 #define INLINE static inline __attribute__((always_inline)) TARGET
-#define INFINITE float_of_bits(0x7F800000u)
 #define HALF_MOST 65504.0f
 #define TO_NEAREST 12582912.0f /* 1.5 * 2^23: a float this large has no fraction, so adding it rounds to even */
 
@@ -49,50 +49,99 @@ INLINE void put_element(int dtype, uint8_t *row, size_t at, float value) {
     }
 }
 
-/* The least and the greatest value of each channel over this row and those before it. Returns whether one is not
- * finite. (Comparisons are written as the processor's minimum and maximum have them.) */
-INLINE uint32_t widen_channels(int dtype, const uint8_t *row, size_t n, float *restrict least, float *restrict most) {
-    uint32_t odd = 0;
-    for (size_t d = 0; d < n; d++) {
-        float x = element(dtype, row, d);
-        odd |= (uint32_t)((bits_of(x) & 0x7F800000u) == 0x7F800000u);
-        least[d] = x < least[d] ? x : least[d];
-        most[d] = x > most[d] ? x : most[d];
+/* The bounds of a grid are found in integers: the bits of a float, all but the sign flipped if it is negative, are in
+ * the order of the floats. Grids of eight bits need the greatest magnitude alone. */
+#define FLIPPED16(word) ((int16_t)((word) ^ (((word) >> 15) & 0x7FFF)))
+#define FLIPPED32(word) ((int32_t)((word) ^ (((word) >> 31) & 0x7FFFFFFF)))
+
+#define WIDEN(WIDTH)                                                                                                   \
+    INLINE void widen##WIDTH(int nibbles, const uint8_t *row, size_t at, int##WIDTH##_t *low, int##WIDTH##_t *high) {  \
+        int##WIDTH##_t word;                                                                                           \
+        memcpy(&word, row + at * (WIDTH / 8), WIDTH / 8);                                                              \
+        int##WIDTH##_t key = nibbles ? FLIPPED##WIDTH(word) : (int##WIDTH##_t)(word & INT##WIDTH##_MAX);               \
+        if (nibbles)                                                                                                   \
+            *low = key < *low ? key : *low;                                                                            \
+        *high = key > *high ? key : *high;                                                                             \
+    }                                                                                                                  \
+    /* Of each channel over this row and those before it. */                                                           \
+    INLINE void channels##WIDTH(int nibbles, const uint8_t *row, size_t n, int##WIDTH##_t *restrict low,               \
+                                int##WIDTH##_t *restrict high) {                                                       \
+        for (size_t d = 0; d < n; d++)                                                                                 \
+            widen##WIDTH(nibbles, row, d, low + d, high + d);                                                          \
+    }                                                                                                                  \
+    /* Of all values of a row: in lanes, or one after another behind those that the instruction set takes at once. */  \
+    INLINE void row##WIDTH(int nibbles, const uint8_t *row, size_t n, int##WIDTH##_t *low, int##WIDTH##_t *high) {     \
+        int##WIDTH##_t lows[LANES], highs[LANES];                                                                      \
+        size_t d = ROW_FIRST##WIDTH(nibbles, row, n, low, high);                                                       \
+        if (d + LANES <= n) {                                                                                          \
+            for (size_t lane = 0; lane < LANES; lane++)                                                                \
+                lows[lane] = *low, highs[lane] = *high;                                                                \
+            for (; d + LANES <= n; d += LANES)                                                                         \
+                channels##WIDTH(nibbles, row + d * (WIDTH / 8), LANES, lows, highs);                                   \
+            for (size_t lane = 0; lane < LANES; lane++) {                                                              \
+                *low = lows[lane] < *low ? lows[lane] : *low;                                                          \
+                *high = highs[lane] > *high ? highs[lane] : *high;                                                     \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; d < n; d++)                                                                                             \
+            widen##WIDTH(nibbles, row, d, low, high);                                                                  \
+    }                                                                                                                  \
+    /* The bounds of all grids of a unit. */                                                                           \
+    INLINE void bounds##WIDTH(int nibbles, int keys, const uint8_t *src, size_t rows, size_t stride, size_t width,     \
+                              size_t dim, size_t grids, int##WIDTH##_t *restrict low, int##WIDTH##_t *restrict high) { \
+        const size_t heads = width / dim;                                                                              \
+        for (size_t g = 0; g < grids; g++)                                                                             \
+            low[g] = INT##WIDTH##_MAX, high[g] = INT##WIDTH##_MIN;                                                     \
+        for (size_t r = 0; r < rows; r++) {                                                                            \
+            if (keys)                                                                                                  \
+                channels##WIDTH(nibbles, src + r * stride, width, low, high);                                          \
+            for (size_t h = 0; !keys && h < heads; h++)                                                                \
+                row##WIDTH(nibbles, src + r * stride + h * dim * (WIDTH / 8), dim, low + r * heads + h,                \
+                           high + r * heads + h);                                                                      \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* As bits of floats again. Returns whether one is not finite. */                                                  \
+    INLINE uint32_t turn_back##WIDTH(int nibbles, size_t n, int##WIDTH##_t infinite, int##WIDTH##_t *restrict low,     \
+                                     int##WIDTH##_t *restrict high) {                                                  \
+        uint32_t odd = 0;                                                                                              \
+        for (size_t i = 0; i < n; i++) {                                                                               \
+            odd |= (uint32_t)(high[i] >= infinite) | (uint32_t)(nibbles && low[i] <= ~infinite);                       \
+            low[i] = FLIPPED##WIDTH(low[i]), high[i] = FLIPPED##WIDTH(high[i]);                                        \
+        }                                                                                                              \
+        return odd;                                                                                                    \
     }
-    return odd;
+
+#define LANES 16
+WIDEN(16)
+WIDEN(32)
+
+/* The floats of halves or bf16. */
+INLINE void widened(int dtype, const int16_t *words, size_t n, float *restrict floats) {
+    if (dtype == QUANT_F16) {
+        FLOATS_OF_HALVES((const uint8_t *)words, n, floats);
+    } else {
+        for (size_t i = 0; i < n; i++)
+            floats[i] = float_of_bits((uint32_t)(uint16_t)words[i] << 16);
+    }
 }
 
-/* The same over all values of a row: in lanes, since compilers keep the order of a float's comparisons. */
-#define LANES 16
-
-INLINE uint32_t widen_row(int dtype, const uint8_t *row, size_t n, float *least, float *most) {
-    float low[LANES], high[LANES];
-    uint32_t odd[LANES] = {0};
-    size_t d = 0;
-    for (size_t lane = 0; lane < LANES; lane++)
-        low[lane] = INFINITE, high[lane] = -INFINITE;
-    for (; d + LANES <= n; d += LANES) {
-#pragma GCC unroll 1 /* unrolled, it would not be vectorised */
-        for (size_t lane = 0; lane < LANES; lane++) {
-            float x = element(dtype, row, d + lane);
-            odd[lane] |= (uint32_t)((bits_of(x) & 0x7F800000u) == 0x7F800000u);
-            low[lane] = x < low[lane] ? x : low[lane];
-            high[lane] = x > high[lane] ? x : high[lane];
-        }
+/* The bounds of all grids of a unit, as floats (`least` only for nibbles); `room` is for one float a grid. Returns
+ * whether one is not finite. */
+INLINE uint32_t bounds(int dtype, int nibbles, int keys, const uint8_t *src, size_t rows, size_t stride, size_t width,
+                       size_t dim, size_t grids, float *least, float *most, float *room) {
+    if (dtype == QUANT_F32) {
+        int32_t *low = (int32_t *)(void *)least, *high = (int32_t *)(void *)most;
+        bounds32(nibbles, keys, src, rows, stride, width, dim, grids, low, high);
+        return turn_back32(nibbles, grids, 0x7F800000, low, high);
     }
-    for (size_t lane = 0; lane < LANES && d < n; lane++, d++) {
-        float x = element(dtype, row, d);
-        odd[lane] |= (uint32_t)((bits_of(x) & 0x7F800000u) == 0x7F800000u);
-        low[lane] = x < low[lane] ? x : low[lane];
-        high[lane] = x > high[lane] ? x : high[lane];
-    }
-    for (size_t lane = 1; lane < LANES; lane++) {
-        odd[0] |= odd[lane];
-        low[0] = low[lane] < low[0] ? low[lane] : low[0];
-        high[0] = high[lane] > high[0] ? high[lane] : high[0];
-    }
-    *least = low[0], *most = high[0];
-    return odd[0];
+    int16_t *low = (int16_t *)(void *)room, *high = low + grids;
+    bounds16(nibbles, keys, src, rows, stride, width, dim, grids, low, high);
+    if (turn_back16(nibbles, grids, dtype == QUANT_F16 ? 0x7C00 : 0x7F80, low, high))
+        return 1;
+    widened(dtype, high, grids, most);
+    if (nibbles)
+        widened(dtype, low, grids, least);
+    return 0;
 }
 
 /* Round the halves of `floats` away from zero's side that would lose a value: up, or down if `down`. */
@@ -109,7 +158,7 @@ INLINE void bound_halves(int down, const float *restrict floats, size_t n, float
     FLOATS_OF_HALVES((const uint8_t *)halves, n, back);
 }
 
-/* From the bounds of `n` channels or rows their grids: the steps, and with nibbles the least values behind them. Left
+/* From the bounds of `n` channels or rows (in eight bits only the greatest magnitudes) their grids: the steps, and with nibbles the least values behind them. Left
  * behind for quantising: the grid's own least value in `least`, one over the step in `most`. Returns whether halves can
  * hold all of it. */
 INLINE int choose(int nibbles, size_t n, float *restrict least, float *restrict most, float *restrict spare,
@@ -124,10 +173,8 @@ INLINE int choose(int nibbles, size_t n, float *restrict least, float *restrict 
             most[i] = (most[i] - spare[i]) * (1.0f / 15.0f);
         }
     } else {
-        for (size_t i = 0; i < n; i++) {
-            float reach = most[i] > -least[i] ? most[i] : -least[i];
-            most[i] = reach * (1.0f / 127.0f);
-        }
+        for (size_t i = 0; i < n; i++)
+            most[i] *= 1.0f / 127.0f;
     }
     bound_halves(0, most, n, spare, steps);
     for (size_t i = 0; i < n; i++) {
@@ -137,18 +184,16 @@ INLINE int choose(int nibbles, size_t n, float *restrict least, float *restrict 
     return !beyond;
 }
 
-INLINE int32_t code_of(float x, float offset, float inverse, float low, float high) {
-    float step = (x - offset) * inverse;
-    step = step > low ? step : low;
-    step = step < high ? step : high;
-    return (int32_t)(bits_of(step + TO_NEAREST) - bits_of(TO_NEAREST));
+/* In range, since steps and least values were rounded to the side that keeps it so. */
+INLINE int32_t code_of(float x, float offset, float inverse) {
+    return (int32_t)(bits_of((x - offset) * inverse + TO_NEAREST) - bits_of(TO_NEAREST));
 }
 
 /* In the four that follow, `each` is 1 where every channel has a grid of its own, and 0 where all share one. */
 INLINE void to_int8(int dtype, const uint8_t *row, size_t n, size_t each, const float *restrict inverse,
                     uint8_t *restrict codes) {
-    for (size_t d = 0; d < n; d++)
-        codes[d] = (uint8_t)code_of(element(dtype, row, d), 0.0f, inverse[d * each], -127.0f, 127.0f);
+    for (size_t d = TO_INT8_FIRST(dtype, row, n, each, inverse, codes); d < n; d++)
+        codes[d] = (uint8_t)code_of(element(dtype, row, d), 0.0f, inverse[d * each]);
 }
 
 INLINE void from_int8(int dtype, const uint8_t *restrict codes, size_t n, size_t each, const float *restrict scale,
@@ -161,15 +206,15 @@ INLINE void from_int8(int dtype, const uint8_t *restrict codes, size_t n, size_t
 INLINE void to_int4(int dtype, const uint8_t *row, size_t n, size_t each, const float *restrict offset,
                     const float *restrict inverse, uint8_t *restrict codes) {
     const size_t half = (n + 1) / 2, paired = n / 2;
-    for (size_t d = 0; d < paired; d++) {
+    for (size_t d = TO_INT4_FIRST(dtype, row, paired, half, each, offset, inverse, codes); d < paired; d++) {
         size_t e = d + half;
-        int32_t low = code_of(element(dtype, row, d), offset[d * each], inverse[d * each], 0.0f, 15.0f);
-        int32_t high = code_of(element(dtype, row, e), offset[e * each], inverse[e * each], 0.0f, 15.0f);
+        int32_t low = code_of(element(dtype, row, d), offset[d * each], inverse[d * each]);
+        int32_t high = code_of(element(dtype, row, e), offset[e * each], inverse[e * each]);
         codes[d] = (uint8_t)(low | high << 4);
     }
     if (paired < half) {
         const size_t d = paired;
-        codes[d] = (uint8_t)code_of(element(dtype, row, d), offset[d * each], inverse[d * each], 0.0f, 15.0f);
+        codes[d] = (uint8_t)code_of(element(dtype, row, d), offset[d * each], inverse[d * each]);
     }
 }
 
@@ -221,19 +266,8 @@ INLINE int encode_unit(int dtype, int nibbles, int keys, const uint8_t *src, siz
     const size_t itemsize = dtype == QUANT_F32 ? 4 : 2, heads = width / dim, grids = keys ? width : rows * heads;
     const size_t run = keys ? width : dim, run_bytes = nibbles ? (run + 1) / 2 : run;
     float *least = scratch, *most = scratch + grids, *spare = most + grids, *floats = spare + grids;
-    uint32_t odd = 0;
-    for (size_t d = 0; keys && d < width; d++)
-        least[d] = INFINITE, most[d] = -INFINITE;
-    for (size_t r = 0; r < rows; r++) {
-        const uint8_t *row = src + r * stride;
-        if (keys)
-            odd |= widen_channels(KIND(dtype), opened(dtype, row, width, floats), width, least, most);
-        for (size_t h = 0; !keys && h < heads; h++) {
-            const uint8_t *head = opened(dtype, row + h * dim * itemsize, dim, floats);
-            odd |= widen_row(KIND(dtype), head, dim, least + r * heads + h, most + r * heads + h);
-        }
-    }
-    if (odd || !choose(nibbles, grids, least, most, spare, grid))
+    if (bounds(dtype, nibbles, keys, src, rows, stride, width, dim, grids, least, most, spare) ||
+        !choose(nibbles, grids, least, most, spare, grid))
         return 0;
     for (size_t r = 0; r < rows; r++) {
         for (size_t at = 0, g = keys ? 0 : r * heads; at < width; at += run, g++, codes += run_bytes)

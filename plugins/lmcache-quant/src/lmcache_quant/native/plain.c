@@ -54,6 +54,10 @@ static void halves_of_floats(const float *floats, size_t n, uint8_t *row) {
 #define TARGET
 #define FLOATS_OF_HALVES floats_of_halves
 #define HALVES_OF_FLOATS halves_of_floats
+#define ROW_FIRST16(nibbles, row, n, low, high) ((size_t)0)
+#define ROW_FIRST32(nibbles, row, n, low, high) ((size_t)0)
+#define TO_INT8_FIRST(dtype, row, n, each, inverse, codes) ((size_t)0)
+#define TO_INT4_FIRST(dtype, row, paired, half, each, offset, inverse, codes) ((size_t)0)
 #include "kernels.h"
 
 const quant_kernels quant_plain = KERNELS("plain");
