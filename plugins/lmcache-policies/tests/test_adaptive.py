@@ -99,8 +99,9 @@ def blocks(first: int, count: int) -> list[Any]:
 
 
 def test_a_change_of_order_is_noted_with_its_reason_and_moves_nobody() -> None:
-    policy, lines = AdaptivePolicy(), []
-    policy.note = lines.append
+    lines: list[str] = []
+    policy = AdaptivePolicy()
+    policy.note = lines.append  # type: ignore[method-assign]
     policy.resize(CAPACITY)
     trace = Trace("loop", loop(random.Random(0), 800))
     replay(trace, "adaptive", policy, CAPACITY)

@@ -6,7 +6,7 @@ They stand here, below everything else; `lmcache_core.policies` re-exports them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -52,7 +52,6 @@ class EvictionPolicy(ABC):
     Attributes:
         wants_charges: True if `charge` is to be called.
         evicts: False if it never names a victim; then what is loaded from a tier is dropped after its reader.
-        note: Set by the owner. The policy may call it with a line for the operator: why it now orders otherwise.
 
     The caller guarantees: one thread; each entry is inserted once, and removed once when it is gone (also after
     eviction: `victims` only names entries, the caller then calls `remove`); batches come in the order of use; for the
@@ -85,7 +84,6 @@ class EvictionPolicy(ABC):
 
     wants_charges: bool = False
     evicts: bool = True
-    note: Callable[[str], None] = staticmethod(lambda text: None)
 
     def charge(self, namespace: int, nbytes: int) -> None:  # noqa: B027
         """A namespace takes `nbytes` more (negative: fewer) without an entry: for objects that are being written or
@@ -116,3 +114,7 @@ class EvictionPolicy(ABC):
     def status(self) -> dict[str, Any]:
         """Plain values for `status`, by name; must be cheap."""
         return {}
+
+    def note(self, text: str) -> None:  # noqa: B027
+        """The owner puts its own in the place of this one. The policy may call it with a line for the operator, such as
+        why it orders otherwise from now on."""

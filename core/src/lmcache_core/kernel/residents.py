@@ -40,7 +40,7 @@ class Residents:
         self.allocator = allocator
         guarded = GuardedPolicy(policy, self._policy_failed)
         self.policy: EvictionPolicy = guarded
-        policy.note = self._policy_noted
+        policy.note = self._policy_noted  # type: ignore[method-assign]
         self.untouched: Untouched | None = None  # adopted objects that are not made yet
         self.unverified = False  # some adopted objects must be verified by their readers
         self.table = ObjectTable()

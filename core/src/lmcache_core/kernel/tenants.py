@@ -136,7 +136,7 @@ class TenantedPolicy(EvictionPolicy):
 
     def _heard(self, make: Callable[[], EvictionPolicy]) -> EvictionPolicy:
         policy = make()
-        policy.note = lambda text: self.note(text)  # ours is set after this
+        policy.note = lambda text: self.note(text)  # type: ignore[method-assign]  # ours is set after this
         return policy
 
     def status(self) -> dict[str, Any]:
