@@ -123,7 +123,7 @@ def test_the_sample_is_bounded_whatever_the_pool_holds() -> None:
             policy.remove(policy.victims(500))
     sample = policy.sample
     assert SAMPLED_OBJECTS / 2 <= sample.capacity_bytes <= 1.5 * SAMPLED_OBJECTS
-    assert len(sample._pasts) <= SAMPLED_KEYS_MAX
+    assert len(sample) <= SAMPLED_KEYS_MAX
     assert 100_000 >> sample.bits == sample.capacity_bytes
     assert sample.uses < 1.2 * 300_000 / (1 << sample.bits)
     shown = policy.status()

@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask a server with l1.eviction.type = adaptive what other sizes of its pool would have given",
     )
-    connecting.add_options(live)
+    connecting.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
 
 

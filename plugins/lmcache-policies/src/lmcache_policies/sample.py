@@ -89,6 +89,10 @@ class Sample:
         self._uses_min = EVIDENCE_CAPACITIES * objects
         self._fading = 1.0 - 1.0 / max(8.0, MEMORY_CAPACITIES * objects / UNIT_USES)
 
+    def __len__(self) -> int:
+        """Keys that are remembered."""
+        return len(self._pasts)
+
     def use(self, number: int, nbytes: int, now: int) -> None:
         """An object in the sample is used."""
         past = self._pasts.get(number)
