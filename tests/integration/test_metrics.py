@@ -664,6 +664,20 @@ def test_shadow_caches_have_the_hits_of_other_orders_and_sizes(node: Node, capsy
     assert "64.0 MiB" in shown  # four times the pool
 
 
+def test_a_change_of_order_is_an_event_with_its_reason(node: Node, tmp_path: Path) -> None:
+    told = tmp_path / "events.jsonl"
+    node.serve("--l1.eviction.type", "adaptive", "--subscribers.jsonl.path", str(told))
+    client, payloads = node.client(), [node.payload(1)] * 20
+    for number in range(600):  # a loop over more than the pool holds
+        first = 20 * (number % 16)
+        keys = [node.key(at) for at in range(first, first + 20)]
+        client.store(keys, payloads, namespace=node.namespace)
+        if client.status()["l1"]["policy"]["changes"]:
+            break
+    until(lambda: "eviction_changed" in told.read_text())
+    assert "standard deviations" in told.read_text()
+
+
 def test_the_label_of_a_namespace_is_known(shared_server: ServerProcess, shared_node: Node) -> None:
     node, scraped = shared_node, Scraped(shared_server)
     space = Namespace("m", Layout("uint8", (NBYTES,)), label="llama-3-8b/bf16")
