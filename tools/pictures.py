@@ -87,6 +87,39 @@ def gains_picture(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def hits_picture(panels: Sequence[dict[str, Any]]) -> str:
+    """Hit rates by capacity: a panel for each trace, with its best fixed policy, `adaptive` and the optimum."""
+    left, width, height, gap = MARGIN + 40, WIDEST - 2 * MARGIN - 60, 130, 74
+    colours = {"optimum": "#8c959f", "adaptive": GREEN, "best fixed policy": "#0969da"}
+    body = ""
+    for number, panel in enumerate(panels):
+        top = MARGIN + LINE + number * (height + gap)
+        capacities, most = panel["capacities"], max(panel["hit_rates"]["optimum"])
+        steps = [left + width * at / (len(capacities) - 1) for at in range(len(capacities))]
+        body += f'<text x="{MARGIN}" y="{top - 8}">{escape(panel["trace"])}</text>\n'
+        body += f'<rect class="bar" x="{left}" y="{top + height}" width="{width}" height="1"/>\n'
+        for x, capacity in zip(steps, capacities, strict=True):
+            body += (
+                f'<text class="head" x="{x:.0f}" y="{top + height + TEXT + 4}" text-anchor="middle">{capacity:,}</text>'
+            )
+        body += "\n"
+        for at, (name, colour) in enumerate(colours.items()):
+            rates = panel["hit_rates"][name]
+            heights = [top + height * (1 - rate / most) for rate in rates]
+            points = " ".join(f"{x:.0f},{y:.0f}" for x, y in zip(steps, heights, strict=True))
+            body += f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>\n'
+            if not number:
+                x = left + 150 + 160 * at
+                body += f'<text x="{x}" y="{top - 8}" style="fill:{colour}">{escape(name)}</text>\n'
+        body += f'<text class="head" x="{MARGIN}" y="{top + TEXT}">{most:.2f}</text>\n'
+    height = MARGIN + LINE + len(panels) * (height + gap)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDEST} {height}" role="img" '
+        f'aria-label="hit rates by capacity in blocks, on three traces">\n{STYLE}\n'
+        f'<rect class="back" width="100%" height="100%" rx="8"/>\n{body}</svg>\n'
+    )
+
+
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     cold, warm = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("cold_s", "warm_s"))
     reused = f"{row['tokens_reused']} of {row['tokens_prompt']}"
@@ -166,6 +199,7 @@ def drawn() -> dict[str, str]:
     shown = {
         "demo.svg": demo_picture(json.loads((HOME / "demo.json").read_text())),
         "gains.svg": gains_picture(json.loads((HOME / "gains.json").read_text())),
+        "hits.svg": hits_picture(json.loads((HOME / "hits.json").read_text())),
     }
     return shown | badges(figures)
 

@@ -64,6 +64,13 @@ class TestLruk(Eviction):
     component = "lruk"
 
 
+class TestAdaptive(Eviction):
+    component = "adaptive"
+    remembers_keys_max = (
+        10_000  # four capacities, and as many for its shadow caches, all of which sample every key here
+    )
+
+
 class TestIsolated(Eviction):
     component = "isolated"
     settings: ClassVar[dict[str, object] | None] = {"tenants": TENANTS}

@@ -192,7 +192,12 @@ def test_a_server_ends_in_order_while_its_bus_is_full(node: Node, tmp_path: Path
 
 
 def test_every_kind_of_event_is_dropped_here() -> None:
-    """But three: `missed` is what tells of the others, `adopted` is the first of a server, before any waits, and
-    `recounted` follows the scan of a medium, which is over by then."""
+    """But four: `missed` is what tells of the others, `adopted` is the first of a server, before any waits, `recounted`
+    follows the scan of a medium, which is over by then, and `eviction_changed` is of a policy that adapts."""
     here = {name for kinds in BRINGS.values() for name in kinds} | {"drain"}
-    assert here == {str(kind.__struct_config__.tag) for kind in EVENTS} - {"missed", "adopted", "recounted"}
+    assert here == {str(kind.__struct_config__.tag) for kind in EVENTS} - {
+        "missed",
+        "adopted",
+        "recounted",
+        "eviction_changed",
+    }

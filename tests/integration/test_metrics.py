@@ -22,6 +22,7 @@ pytest.importorskip("lmcache_http", reason="metrics are lmcache-http's")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmcache_core.cli.main import main
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, UsageError
 from lmcache_core.limits import LOOKUPS_PER_SESSION_MAX, UNANSWERED_PER_UID_MAX
@@ -649,6 +650,37 @@ def test_a_tenants_bytes_and_quota(shared_server: ServerProcess, shared_node: No
         tenant_reserved_bytes={"team|l1": 1 << 20},
         tenant_limit_bytes={"team|l1": 1 << 21},
     )
+
+
+def test_shadow_caches_have_the_hits_of_other_orders_and_sizes(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    server = node.serve("--l1.eviction.type", "adaptive")
+    client, keys = node.client(), [node.key(number) for number in range(96)]
+    client.store(keys, [node.payload(1)] * 96, namespace=node.namespace)
+    client.retrieve(keys, [bytearray(NBYTES) for _ in keys], namespace=node.namespace)
+    until(lambda: client.status()["l1"]["policy"]["sampled_uses"] == 192)  # reads in place are reported once a second
+    ratios = {labels: value for (name, labels), value in Scraped(server).now().items() if name == "shadow_hit_ratio"}
+    orders = {("lru", "1"), ("lruk", "1"), ("arc", "1"), ("mru", "1"), ("reuse", "1")}
+    assert set(ratios) == orders | {("lru", "0.5"), ("lru", "2"), ("lru", "4")}
+    assert set(ratios.values()) == {0.5}
+    moved.add("shadow_hit_ratio")
+    assert main(["size", "--from-live", "--name", server.name, "--runtime-dir", str(server.run)]) == 0
+    shown = capsys.readouterr().out
+    assert "gain over lruk now" in shown
+    assert "64.0 MiB" in shown  # four times the pool
+
+
+def test_a_change_of_order_is_an_event_with_its_reason(node: Node, tmp_path: Path) -> None:
+    told = tmp_path / "events.jsonl"
+    node.serve("--l1.eviction.type", "adaptive", "--subscribers.jsonl.path", str(told))
+    client, payloads = node.client(), [node.payload(1)] * 20
+    for number in range(600):  # a loop over more than the pool holds
+        first = 20 * (number % 16)
+        keys = [node.key(at) for at in range(first, first + 20)]
+        client.store(keys, payloads, namespace=node.namespace)
+        if client.status()["l1"]["policy"]["changes"]:
+            break
+    until(lambda: "eviction_changed" in told.read_text())
+    assert "standard deviations" in told.read_text()
 
 
 def test_the_label_of_a_namespace_is_known(shared_server: ServerProcess, shared_node: Node) -> None:

@@ -11,7 +11,7 @@ import pytest
 from lmcache_core.errors import PluginError, UsageError
 from lmcache_core.policies.lru import LruEviction
 from lmcache_lab import simulate
-from lmcache_lab.simulation import Order, replay
+from lmcache_lab.simulation import Order, optimum, replay
 from lmcache_lab.workloads import parse_synthetic, synthetic_trace
 
 
@@ -53,6 +53,17 @@ def test_the_table_has_a_row_for_each_policy_and_a_column_for_each_capacity(
     assert head.split() == ["policy", "4", "1,000"]
     assert lru.split() == ["lru", "0.0000", "0.4444"]
     assert noop.split() == ["noop", "0.4444", "0.4444"]
+
+
+def test_the_optimum_is_beaten_by_nobody_and_shown_beside_the_policies(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(str(trace_file), "--policy", "lru", "--capacity", "4", "--optimum") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["optimum", "0.4444"]
+    trace = synthetic_trace(parse_synthetic("sessions=60"))
+    for capacity in (50, 200, 800):
+        for order in Order:
+            assert optimum(trace, capacity).hits > replay(trace, "lru", LruEviction(), capacity, order).hits
 
 
 def test_prefixes_are_looked_up_forward_by_default(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

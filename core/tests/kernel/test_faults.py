@@ -10,7 +10,7 @@ from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, found, keys, load, name
 from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.kernel import Grant, Kernel, Reason, Settled
 from lmcache_core.kernel.contracts import Entry
-from lmcache_core.kernel.effects import PolicyFailed
+from lmcache_core.kernel.effects import PolicyFailed, PolicyNoted
 from lmcache_core.policies.lru import LruEviction
 
 
@@ -124,6 +124,18 @@ def test_one_exception_of_a_policy_does_not_end_eviction(make_kernel: Callable[.
 
 class Panic(BaseException):
     """As pyo3's is: no `Exception`."""
+
+
+def test_what_a_policy_notes_is_an_effect(make_kernel: Callable[..., Kernel]) -> None:
+    class Noting(LruEviction):
+        def victims(self, nbytes: int) -> list[Entry]:
+            self.note("another order from now on")
+            return super().victims(nbytes)
+
+    policy = Noting()
+    kernel = make_kernel(slots=2, policy=policy)
+    policy.victims(1)
+    assert PolicyNoted("another order from now on") in kernel.take_effects()
 
 
 @pytest.mark.parametrize("error", [KeyError, Panic])

@@ -25,7 +25,7 @@ COMPONENTS = [
 
 def test_the_package_offers_what_its_readme_lists() -> None:
     assert {name for _, name in COMPONENTS} == {
-        "fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated", "first_reuse", "size_aware"
+        "fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "adaptive", "isolated", "first_reuse", "size_aware"
     }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_the_registry_builds_every_component(kind: Kind, name: str) -> None:
 def test_settings_are_frozen_and_refuse_unknown_names(kind: Kind, name: str) -> None:
     model = load_plugins().settings_model(kind, name)
     if model is None:
-        assert name in ("fifo", "lfu", "mru")
+        assert name in ("adaptive", "fifo", "lfu", "mru")
         return
     values = REQUIRED.get(name, {})
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):

@@ -17,7 +17,7 @@ from lmcache_policies.lfu import LfuPolicy
 
 TENANTS = {"a": {"namespaces": [1], "quota_bytes": 40}, "b": {"namespaces": [2], "quota_bytes": 10}}
 SETTINGS: dict[str, dict[str, object]] = {"isolated": {"tenants": TENANTS, "inner": "lfu"}}
-NAMES = ["arc", "fifo", "isolated", "lfu", "lru", "lruk", "mru", "s3fifo"]
+NAMES = ["adaptive", "arc", "fifo", "isolated", "lfu", "lru", "lruk", "mru", "s3fifo"]
 REGISTRY = load_plugins()
 
 

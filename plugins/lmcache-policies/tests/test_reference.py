@@ -50,3 +50,24 @@ def test_the_policy_reaches_the_reference_hit_rate(trace: str, policy: str, capa
     built = load_plugins().build(Kind.EVICTION_POLICY, policy)
     result = replay(trace_of(trace), policy, built, capacity)
     assert result.hit_rate == pytest.approx(expected, abs=TOLERANCE[policy] + 1e-9)
+
+
+# The best of lru, lruk, arc, s3fifo and fifo, and what `adaptive` may be behind it.
+BEST = {
+    "agents": {147: 0.221, 293: 0.447, 586: 0.703, 1221: 0.910, 2442: 0.953},
+    "conversation": {1000: 0.081, 3000: 0.134, 10000: 0.2246, 30000: 0.3257, 50000: 0.3546},
+    "synthetic": {1000: 0.0909, 3000: 0.201, 10000: 0.440, 30000: 0.626},
+}
+
+
+@pytest.mark.parametrize(
+    ("trace", "capacity"),
+    [
+        pytest.param(trace, capacity, marks=[] if (trace, capacity) in QUICK else [pytest.mark.slow])
+        for trace, row in BEST.items()
+        for capacity in row
+    ],
+)
+def test_adaptive_is_at_most_half_a_point_behind_the_best_at_every_size(trace: str, capacity: int) -> None:
+    built = load_plugins().build(Kind.EVICTION_POLICY, "adaptive")
+    assert replay(trace_of(trace), "adaptive", built, capacity).hit_rate >= BEST[trace][capacity] - CLOSE

@@ -61,6 +61,9 @@ def add_options(parser: ArgumentParser) -> None:
         default="forward",
         help="order of the blocks within a request (the server uses suffix-first); default %(default)s",
     )
+    parser.add_argument(
+        "--optimum", action="store_true", help="also what a policy that knows the future would have had, block by block"
+    )
     parser.add_argument("--json", action="store_true", help="print records of trace, policy, capacity, hit_rate")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves (needs lmcache-lab[plot])")
 
@@ -156,7 +159,7 @@ def _recorded(path: Path) -> Trace:
 def _replay_all(
     options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice]
 ) -> list[SimulationResult]:
-    from lmcache_lab.simulation import Order, replay
+    from lmcache_lab.simulation import Order, optimum, replay
 
     runs = [(trace, choice, capacity) for trace in traces for choice in choices for capacity in options.capacities]
     total = sum(len(trace.requests) for trace, _, _ in runs)
@@ -173,6 +176,8 @@ def _replay_all(
 
             results.append(replay(trace, choice.text, policy, capacity, Order(options.order), advanced))
             done += len(trace.requests)
+    if options.optimum:
+        results += [optimum(trace, capacity) for trace in traces for capacity in options.capacities]
     return results
 
 
@@ -206,7 +211,7 @@ def _print_tables(options: Namespace, traces: list[Trace], results: list[Simulat
     for trace in traces:
         rows = [
             (policy, *(f"{by_run[trace.name, policy, capacity]:.4f}" for capacity in options.capacities))
-            for policy in options.policies
+            for policy in [*options.policies, *(["optimum"] if options.optimum else [])]
         ]
         title = (
             f"{trace.name}: {len(trace.requests):,} requests, {trace.references:,} blocks, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from lmcache_core.errors import UsageError
@@ -96,3 +97,39 @@ def _walk(blocks: list[int], resident: dict[int, Entry], policy: EvictionPolicy,
                 continue
         entry = resident[block] = SimulatedEntry(block.to_bytes(KEY_BYTES, "big"))
         policy.insert((entry,))
+
+
+def optimum(trace: Trace, capacity: int) -> SimulationResult:
+    """What nobody can beat block by block: whatever is used again last goes first, or does not come in at all. Of the
+    blocks of one request the last goes first. Source: Belady, "A study of replacement algorithms for a
+    virtual-storage computer", IBM Systems Journal 1966, with bypass."""
+    if capacity < 1:
+        raise UsageError(f"capacity must be 1 block or more, got {capacity}")
+    never = len(trace.requests)
+    following: list[list[int]] = []  # for each block of each request, the next request that has it
+    seen: dict[int, int] = {}
+    for number in range(never - 1, -1, -1):
+        blocks = trace.requests[number]
+        following.append([seen.get(block, never) for block in blocks])
+        seen.update(dict.fromkeys(blocks, number))
+    resident: dict[int, int] = {}
+    last: list[
+        tuple[int, int, int]
+    ] = []  # (-next use, -place in its request, block): those that go first, and old news
+    hits = references = 0
+    for blocks, nexts in zip(trace.requests, reversed(following), strict=True):
+        for block in blocks:
+            if block not in resident:
+                break
+            hits += 1
+        references += len(blocks)
+        for place, (block, coming) in enumerate(zip(blocks, nexts, strict=True)):
+            if block not in resident and len(resident) >= capacity:
+                while resident.get(last[0][2]) != -last[0][0]:
+                    heappop(last)
+                if (-coming, -place) <= last[0][:2]:
+                    continue
+                del resident[heappop(last)[2]]
+            resident[block] = coming
+            heappush(last, (-coming, -place, block))
+    return SimulationResult(trace.name, "optimum", capacity, hits, references)

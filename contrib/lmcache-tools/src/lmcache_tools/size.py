@@ -1,4 +1,5 @@
-"""`lmcache-core size`: how many bytes a model's KV takes, and how large a pool and a tier it needs."""
+"""`lmcache-core size`: how many bytes a model's KV takes, and how large a pool and a tier it needs; or, of a running
+server, what a pool of another size would have given."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.cli import connecting
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import UsageError
 from lmcache_core.observe.readable import duration, size
@@ -59,11 +61,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument(
         "--line", type=_figure, default=10.0, metavar="GBIT", help="network speed to the tier, in Gbit/s (default: 10)"
     )
+    live = parser.add_argument_group("a running server")
+    live.add_argument(
+        "--from-live",
+        action="store_true",
+        help="ask a server with l1.eviction.type = adaptive what other sizes of its pool would have given",
+    )
+    connecting.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print; returns 0. Raises UsageError if the model is not known well enough."""
+    if arguments.from_live:
+        return _run_live(arguments)
     config = config_of(Path(arguments.model)) if arguments.model else {}
     given = {"layers": arguments.layers, "kv_heads": arguments.kv_heads, "head_size": arguments.head_size}
     counted = count(config, {name: each for name, each in given.items() if each}, arguments.dtype)
@@ -75,6 +86,44 @@ def run(arguments: argparse.Namespace) -> int:
     if counted.bound_why:
         print(f"an upper bound: {counted.bound_why}")
     return 0
+
+
+def _run_live(arguments: argparse.Namespace) -> int:
+    with connecting.connect(arguments, "size") as client:
+        figures = from_live(client.status())
+    if arguments.json:
+        print(json.dumps(figures))
+        return 0
+    rows = [
+        (size(row["l1_bytes"]), row["order"], f"{row['hit_share']:.1%}", f"{100 * row['gain']:+.1f} points")
+        for row in figures["pools"]
+    ]
+    sampled = f"{figures['sampled_uses']:,} sampled uses, 1 key in {figures['sampled_one_in']}"
+    title = f"{sampled}; gain over {figures['order']} now"
+    print_table(("a pool of", "in the order", "hits of uses", "gain"), rows, title=title, right=(2, 3))
+    return 0
+
+
+def from_live(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What the shadow caches of a server's policy say, in bytes and shares. `gain`: over the order that it follows now.
+    Raises UsageError if its policy has none, or has seen nothing yet."""
+    l1 = status["l1"]
+    found = l1.get("policy", {})
+    if "lru_hit_share_by_size" not in found:
+        raise UsageError(
+            f"the server's eviction policy {l1['eviction_policy']} has no shadow caches",
+            cure='set l1.eviction.type = "adaptive"',
+        )
+    if not found["sampled_uses"]:
+        raise UsageError("the server has not seen a use of a sampled key yet", cure="ask again when it has traffic")
+    now = found["hit_share"][found["order"]]
+    shares = [(1.0, order, share) for order, share in found["hit_share"].items()]
+    shares += [(float(times), "lru", share) for times, share in found["lru_hit_share_by_size"].items()]
+    pools = [
+        {"l1_bytes": round(times * l1["pool_bytes"]), "order": order, "hit_share": share, "gain": round(share - now, 4)}
+        for times, order, share in sorted(shares)
+    ]
+    return {name: found[name] for name in ("order", "sampled_uses", "sampled_one_in")} | {"pools": pools}
 
 
 def config_of(path: Path) -> dict[str, Any]:

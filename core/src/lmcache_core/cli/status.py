@@ -94,7 +94,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "prompts", f"{lookups['prompts']:,} of engines; {tokens}, {lookups['hit_tokens'] / lookups['tokens']:.1%}"
     yield "retrieves", f"{hits_of_keys(retrieves)}; {size(retrieves['bytes'])} read"
     stored, evicted = status["counters"].get("stored_objects", 0), l1["counters"]["evictions"]
-    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {l1['eviction_policy']}"
+    order = l1.get("policy", {}).get("order")  # what a policy of several orders follows now
+    by = l1["eviction_policy"] if order is None else f"{l1['eviction_policy']}, now as {order}"
+    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}"
     yield (
         "clients",
         f"{status['sessions_connected']:,} connected, {status['deaths']:,} died; leases: {leases['write']:,} write, "

@@ -110,3 +110,11 @@ class EvictionPolicy(ABC):
 
     def released(self, entries: Sequence[Entry]) -> None:  # noqa: B027
         """The `holds` of these entries fell to zero: they may be victims again."""
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for `status`, by name; must be cheap."""
+        return {}
+
+    def note(self, text: str) -> None:  # noqa: B027
+        """The owner puts its own in the place of this one. The policy may call it with a line for the operator, such as
+        why it orders otherwise from now on."""

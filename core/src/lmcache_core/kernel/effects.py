@@ -86,4 +86,22 @@ class PolicyFailed:
     error: BaseException
 
 
-Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | RowLeft | PolicyFailed
+@dataclass(slots=True, frozen=True)
+class PolicyNoted:
+    """The eviction policy has a line for the operator."""
+
+    text: str
+
+
+Effect = (
+    SlotsMarked
+    | SlabAssigned
+    | Committed
+    | Read
+    | Evicted
+    | Removed
+    | LeaseExpired
+    | RowLeft
+    | PolicyFailed
+    | PolicyNoted
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lmcache_core.guard import is_interrupt
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
@@ -51,6 +51,9 @@ class GuardedPolicy(EvictionPolicy):
 
     def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
         return self.attempt("spares", True, self.inner.spares, entries, namespace)
+
+    def status(self) -> dict[str, Any]:
+        return self.attempt("status", {}, self.inner.status)
 
     @staticmethod
     def _once(ask: Callable[[int], Sequence[Entry]], nbytes: int) -> list[Entry]:

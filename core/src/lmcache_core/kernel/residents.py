@@ -16,7 +16,7 @@ from lmcache_core.kernel.allocator import Allocator
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
-from lmcache_core.kernel.effects import Effect, Evicted, PolicyFailed, Removed, SlabAssigned, SlotsMarked
+from lmcache_core.kernel.effects import Effect, Evicted, PolicyFailed, PolicyNoted, Removed, SlabAssigned, SlotsMarked
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.objects import Incarnation, Named, ObjectTable
 from lmcache_core.kernel.reasons import Loss, MissReasons
@@ -40,6 +40,7 @@ class Residents:
         self.allocator = allocator
         guarded = GuardedPolicy(policy, self._policy_failed)
         self.policy: EvictionPolicy = guarded
+        policy.note = self._policy_noted  # type: ignore[method-assign]
         self.untouched: Untouched | None = None  # adopted objects that are not made yet
         self.unverified = False  # some adopted objects must be verified by their readers
         self.table = ObjectTable()
@@ -443,6 +444,9 @@ class Residents:
         self.policy_faults += 1
         self.policy_error = f"{method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX]
         self.effects.append(PolicyFailed(method, error))
+
+    def _policy_noted(self, text: str) -> None:
+        self.effects.append(PolicyNoted(text))
 
     def objects(self) -> int:
         """Number of incarnations in slots, in any state."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 from lmcache_core.kernel.guard import GuardedPolicy
@@ -121,9 +122,9 @@ class TenantedPolicy(EvictionPolicy):
         others_quota: Quota = Quota(),
     ) -> None:
         """`make` makes a policy for one tenant; `others` is the policy that had everything so far."""
-        self.make = make
+        self.make = partial(self._heard, make)
         self._capacity_bytes = 0
-        self._others = Tenant(OTHERS, make() if others is None else others, others_quota)
+        self._others = Tenant(OTHERS, self.make() if others is None else others, others_quota)
         self.evicts = self._others.policy.evicts
         self._tenants: dict[str, Tenant] = {}
         self.owners: dict[int, Tenant] = {}
@@ -132,6 +133,15 @@ class TenantedPolicy(EvictionPolicy):
         self.position: Callable[[Entry], int] = lambda entry: 0  # set to the store's before objects move
         self.charged: Mapping[int, int] = {}  # the store's own record of `charge` calls, by namespace
         self._divide()
+
+    def _heard(self, make: Callable[[], EvictionPolicy]) -> EvictionPolicy:
+        policy = make()
+        policy.note = lambda text: self.note(text)  # type: ignore[method-assign]  # ours is set after this
+        return policy
+
+    def status(self) -> dict[str, Any]:
+        """Of the policy for the namespaces without a tenant."""
+        return self.inner.status()
 
     @property
     def inner(self) -> EvictionPolicy:

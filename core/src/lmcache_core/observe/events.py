@@ -27,6 +27,7 @@ __all__ = [
     "CacheEvent",
     "DrainBegun",
     "EventsMissed",
+    "EvictionChanged",
     "LeaseTimedOut",
     "LookupAnswered",
     "Maker",
@@ -173,6 +174,13 @@ class LookupAnswered(CacheEvent, tag="lookup", frozen=True):
     reasons: dict[str, int]
     tiers: bool
     duration_s: float
+
+
+class EvictionChanged(CacheEvent, tag="eviction_changed", frozen=True):
+    """The eviction policy orders otherwise from now on. `reason`: its own words."""
+
+    policy: str
+    reason: str
 
 
 class LeaseTimedOut(CacheEvent, tag="lease_expired", frozen=True):

@@ -66,7 +66,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.SERDE, "aesgcm"): "lmcache-crypto",
     **{
         (Kind.EVICTION_POLICY, name): "lmcache-policies"
-        for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated")
+        for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "adaptive", "isolated")
     },
     (Kind.COMPANION, "l0"): "lmcache-l0",
     (Kind.EVENT_SUBSCRIBER, "kv_events"): "lmcache-kv-events",

@@ -10,9 +10,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
+from lmcache_core.guard import guarded
 from lmcache_core.kernel.answers import HolderUsage, KernelUsage
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, FRAME_BYTES_MAX
-from lmcache_core.protocol.codec import encode
+from lmcache_core.protocol.codec import encode, plain
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -43,6 +44,7 @@ def _described(server: Server) -> dict[str, Any]:
     kept = parts.kernel.usage()
     usage = asdict(kept)
     usage["eviction_policy"] = parts.settings.l1.eviction.type
+    usage["policy"] = guarded(_no_figures, plain, parts.kernel.residents.policy.status)
     usage["tenants"] = sorted(usage["tenants"], key=lambda row: -row["used_bytes"])
     tables = ("tenants", "classes", "holders", "held_by_session", "quarantine_by_session", "quarantine_by_holder")
     left_out = {f"l1.{name}": len(usage[name]) - ROWS_SHOWN_MAX for name in tables}
@@ -112,6 +114,10 @@ def _described(server: Server) -> dict[str, Any]:
         "counters": _counters(server),
         "not_shown": {name: rows for name, rows in left_out.items() if rows > 0},
     }
+
+
+def _no_figures(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _counters(server: Server) -> dict[str, int]:

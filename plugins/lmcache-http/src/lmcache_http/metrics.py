@@ -215,6 +215,14 @@ def _evictions(figures: Figures) -> Iterator[Sample]:
     yield Sample((figures["l1"]["eviction_policy"],), figures["l1"]["counters"]["evictions"])
 
 
+def _shadows(figures: Figures) -> Iterator[Sample]:
+    found = figures["l1"].get("policy", {})  # an older server has none
+    for order, share in found.get("hit_share", {}).items():
+        yield Sample((order, "1"), share)
+    for size, share in found.get("lru_hit_share_by_size", {}).items():
+        yield Sample(("lru", size), share)
+
+
 def _disabled(figures: Figures) -> Iterator[Sample]:
     for name, row in ((figures["events"] or {}).get("subscribers", {})).items():
         yield Sample((name,), float(bool(row["disabled"])))
@@ -423,6 +431,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("pinned_bytes", "gauge", "bytes pinned by requests", (), _value("l1.pinned_bytes")),
     Metric("evictions_total", "counter", "objects evicted from the L1", ("policy",), _evictions),
+    Metric(
+        "shadow_hit_ratio",
+        "gauge",
+        "hits that another order, or another size of the pool (times its own), would have had, of sampled uses",
+        ("order", "size"),
+        _shadows,
+    ),
     Metric(
         "removals_total",
         "counter",

@@ -41,6 +41,12 @@ def lmcache_components() -> Sequence[ComponentSpec]:
         ),
         ComponentSpec(
             eviction,
+            "adaptive",
+            "lmcache_policies.adaptive:AdaptivePolicy",
+            summary="follows the order of eviction that would have had the most hits",
+        ),
+        ComponentSpec(
+            eviction,
             "isolated",
             "lmcache_policies.isolated:IsolatedPolicy",
             settings=f"{_SETTINGS}:IsolatedSettings",

@@ -76,7 +76,10 @@ class Ghosts:
 
     def take(self, entry: Entry) -> Any:
         """Forget the ghost of an entry that came back; its note, or None if there is none."""
-        number = fingerprint(entry.key, entry.namespace)
+        return self.take_fingerprint(fingerprint(entry.key, entry.namespace))
+
+    def take_fingerprint(self, number: int) -> Any:
+        """As `take`, for callers that know the fingerprint."""
         ghost = self._shards[number % SHARDS].get(number)
         return None if ghost is None else self._forget(ghost)
 

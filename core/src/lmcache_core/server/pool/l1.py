@@ -24,6 +24,7 @@ from lmcache_core.kernel.effects import (
     Evicted,
     LeaseExpired,
     PolicyFailed,
+    PolicyNoted,
     Read,
     Removed,
     RowLeft,
@@ -320,6 +321,8 @@ class L1:
                 self.notify(effect)
             case PolicyFailed():
                 self._policy_failed(effect)
+            case PolicyNoted():
+                log.info("eviction: %s", effect.text)
             case RowLeft():
                 self.segment.release_row(effect.row)
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.kernel.effects import Committed, Effect, Evicted, LeaseExpired, Removed, SlotsMarked
+from lmcache_core.kernel.effects import Committed, Effect, Evicted, LeaseExpired, PolicyNoted, Removed, SlotsMarked
 from lmcache_core.kernel.states import State
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import (
     BlocksReported,
     CacheCleared,
     DrainBegun,
+    EvictionChanged,
     LeaseTimedOut,
     LookupAnswered,
     ObjectsAdmitted,
@@ -194,6 +195,8 @@ class ServerObserver:
             case Removed():
                 reason = effect.reason.name.lower()
                 emit(of_objects, ObjectsRemoved, effect.objects, keeps=len(effect.objects), reason=reason)
+            case PolicyNoted():
+                emit(one, EvictionChanged, policy=self._policy, reason=effect.text)
             case LeaseExpired():
                 kind_of_lease = effect.kind.name.lower()
                 emit(one, LeaseTimedOut, session=effect.session_id, lease=effect.lease_id, kind=kind_of_lease)

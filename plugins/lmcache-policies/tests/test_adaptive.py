@@ -1,0 +1,149 @@
+"""`adaptive` on loads of every kind: hardly ever behind the best of the others, whatever the load turns into."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmcache_core import Kind
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.policies import EvictionPolicy
+from lmcache_lab.simulation import Order, SimulatedEntry, replay
+from lmcache_lab.workloads import SyntheticSettings, Trace, synthetic_trace
+from lmcache_policies.adaptive import AdaptivePolicy
+from lmcache_policies.sample import SAMPLED_KEYS_MAX, SAMPLED_OBJECTS
+from lmcache_testing.eviction_machine import run_machine
+
+FIXED = ("lru", "lruk", "arc", "s3fifo", "fifo", "lfu", "mru")
+REGISTRY = load_plugins()
+CAPACITY = 300
+BEHIND_MAX = 0.02  # of the best fixed policy, on loads so short that the first capacities of uses weigh much
+
+
+def scan(chance: random.Random, requests: int, first: int = 10_000) -> list[list[int]]:
+    """A few hot documents among many that are read once."""
+    hot = [list(range(20 * number, 20 * number + 20)) for number in range(8)]
+    found, fresh = [], first
+    for _ in range(requests):
+        if chance.random() < 0.4:
+            found.append(chance.choice(hot))
+        else:
+            found.append(list(range(fresh, fresh + 20)))
+            fresh += 20
+    return found
+
+
+def loop(chance: random.Random, requests: int) -> list[list[int]]:
+    """More documents than fit, in turn."""
+    documents = [list(range(50_000 + 20 * number, 50_020 + 20 * number)) for number in range(24)]
+    return [documents[number % len(documents)] for number in range(6 * requests)]
+
+
+def zipf(chance: random.Random, requests: int) -> list[list[int]]:
+    """Documents of very different popularity, which does not change."""
+    ranks = range(1, 400)
+    weights = [1 / rank for rank in ranks]
+    return [
+        list(range(100_000 + 8 * rank, 100_008 + 8 * rank)) for rank in chance.choices(ranks, weights, k=3 * requests)
+    ]
+
+
+def sessions(chance: random.Random, requests: int) -> list[list[int]]:
+    """Conversations that grow turn by turn."""
+    trace = synthetic_trace(SyntheticSettings(sessions=requests // 8, active=20, seed=chance.randrange(100)))
+    return [[200_000 + block for block in request] for request in trace.requests]
+
+
+def mixed(chance: random.Random, requests: int) -> list[list[int]]:
+    """One kind of load after another."""
+    parts = (sessions, loop, scan, zipf)
+    return [request for part in parts for request in part(chance, requests)]
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("load", [scan, loop, zipf, sessions, mixed])
+def test_it_is_hardly_behind_the_best_of_the_others(
+    load: Callable[[random.Random, int], list[list[int]]], order: Order
+) -> None:
+    trace = Trace(load.__name__, load(random.Random(7), 400))
+    rates = {
+        name: replay(trace, name, REGISTRY.build(Kind.EVICTION_POLICY, name), CAPACITY, order).hit_rate
+        for name in FIXED
+    }
+    found = replay(trace, "adaptive", AdaptivePolicy(), CAPACITY, order).hit_rate
+    best = max(rates, key=rates.__getitem__)
+    assert found >= rates[best] - BEHIND_MAX, f"{found:.4f}, and {best} has {rates[best]:.4f}"
+
+
+class _Restless(AdaptivePolicy):
+    """Changes its order with every call."""
+
+    def _judge(self) -> None:
+        self.order = (self.order + 1) % len(self.sample.orders)
+
+
+def test_a_change_of_order_at_every_step_keeps_every_promise() -> None:
+    def made() -> EvictionPolicy:
+        policy = _Restless()
+        policy.resize(40)
+        return policy
+
+    run_machine(made, never_evicts=False, shortest=False)
+
+
+def blocks(first: int, count: int) -> list[Any]:
+    return [SimulatedEntry(number.to_bytes(32, "big")) for number in range(first, first + count)]
+
+
+def test_a_change_of_order_is_noted_with_its_reason_and_moves_nobody() -> None:
+    lines: list[str] = []
+    policy = AdaptivePolicy()
+    policy.note = lines.append  # type: ignore[method-assign]
+    policy.resize(CAPACITY)
+    trace = Trace("loop", loop(random.Random(0), 800))
+    replay(trace, "adaptive", policy, CAPACITY)
+    assert lines
+    assert "objects are evicted by" in lines[0]
+    assert "standard deviations" in lines[0]
+    assert policy.status()["changes"] == len(lines)
+    assert len(set(policy.victims(1 << 40))) == CAPACITY
+
+
+def test_the_sample_is_bounded_whatever_the_pool_holds() -> None:
+    policy = AdaptivePolicy()
+    policy.resize(100_000)
+    for first in range(0, 200_000, 500):
+        batch = blocks(first, 500)
+        policy.insert(batch)
+        policy.access(batch[::2])
+        if first >= 100_000:
+            policy.remove(policy.victims(500))
+    sample = policy.sample
+    assert SAMPLED_OBJECTS / 2 <= sample.capacity_bytes <= 1.5 * SAMPLED_OBJECTS
+    assert len(sample) <= SAMPLED_KEYS_MAX
+    assert 100_000 >> sample.bits == sample.capacity_bytes
+    assert sample.uses < 1.2 * 300_000 / (1 << sample.bits)
+    shown = policy.status()
+    assert set(shown["hit_share"]) == {"lru", "lruk", "arc", "mru", "reuse"}
+    assert set(shown["lru_hit_share_by_size"]) == {"0.5", "2", "4"}
+
+
+def test_a_walk_from_first_to_last_is_turned_round() -> None:
+    """The simulator gives blocks one by one from the first; a suffix still goes before its prefix."""
+    policy = AdaptivePolicy()
+    policy.resize(1000)
+    prompt, more = blocks(0, 10), blocks(10, 10)
+    for entry in prompt:
+        policy.insert([entry])
+    for repeat in range(12):
+        policy.insert(blocks(1000 + repeat, 1))  # somebody else's request
+        for entry in prompt:
+            policy.access([entry])
+        for entry in more:
+            (policy.access if repeat else policy.insert)([entry])
+    policy.insert(blocks(2000, 1))
+    named = policy.victims(1 << 40)
+    assert named.index(more[9]) < named.index(prompt[0])
