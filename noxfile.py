@@ -126,7 +126,7 @@ def host(session: nox.Session, name: str) -> None:
     variables = environments.install_host(session, name)
     if variables is not None:
         across = ["contrib/lmcache-hosts/tests/hosts/test_across.py"] if name == "vllm" else []
-        tests = [f"contrib/lmcache-hosts/tests/hosts/test_{name}.py", *across]
+        tests = [f"contrib/lmcache-hosts/tests/hosts/test_{each}{name}.py" for each in ("", "judged_")] + across
         pytest(session, *tests, *session.posargs, env=variables)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError, TierError
 from lmcache_core.guard import guarded
-from lmcache_core.limits import TIER_BATCH_BYTES_MAX, TIER_BATCH_KEYS_MAX
+from lmcache_core.limits import TIER_BATCH_KEYS_MAX
 from lmcache_core.threads import started
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.l1 import TierReason
@@ -38,6 +38,7 @@ __all__ = ["Deadlines", "TierObjects"]
 log = logging.getLogger(__name__)
 
 QUEUED_OBJECTS_MAX = 4096  # that wait to be stored: beyond it the answer is no, as a cache may give it
+CALL_BYTES_MAX = 4 << 20  # a batch of the host goes over several lanes, and each has a buffer of this size at most
 _IDLE_TURN_S = 1.0  # an adapter may ask for a recount without waking anybody
 _GRACE_S = 1.0  # beyond a deadline, for a loop that is short of processor time
 
@@ -399,7 +400,7 @@ class TierObjects:
 
     def _take_more(self, batch: list[_Arrival], reserved: list[int]) -> None:
         tier, first = self.tier, batch[0].transfer
-        most = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.kind.layout.nbytes)))
+        most = max(1, min(tier.batch_keys_max, CALL_BYTES_MAX // max(1, first.kind.layout.nbytes)))
         while self._queue and len(batch) < most:
             each = self._queue[0]
             if (each.transfer.namespace, each.transfer.kind) != (first.namespace, first.kind):
@@ -547,7 +548,7 @@ def _batches(flights: Sequence[_Flight], kind: Callable[[_Flight], ObjectKind]) 
     batches: list[list[_Flight]] = []
     for each, group in groupby(flights, key=kind):
         some = list(group)
-        most = max(1, min(TIER_BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX // max(1, each.layout.nbytes)))
+        most = max(1, min(TIER_BATCH_KEYS_MAX, CALL_BYTES_MAX // max(1, each.layout.nbytes)))
         batches += [some[at : at + most] for at in range(0, len(some), most)]
     return batches
 
