@@ -33,6 +33,7 @@ OWN_SESSIONS = """contrib/deploy contrib/examples contrib/lmcache-core-vllm/test
     tests/site tests/soak plugins/lmcache-redis plugins/lmcache-s3"""
 ELSEWHERE = [f"--ignore={path}" for path in OWN_SESSIONS.split()]
 BENCHES = ["rpc", "copy", "pages", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
+HOSTS = ["lmcache", "sglang", "vllm"]
 MATRIX = ["disk", "block", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "s3-moto", "s3-radosgw"]
 
 
@@ -115,6 +116,18 @@ def vllm(session: nox.Session) -> None:
         pytest(session, *tested, *chosen, timeout_s=600, env=environments.sglang_wheel(session))
         if every:
             session.run("lmcache-core", "bench", "engine", "--quick")
+
+
+@nox.session
+@nox.parametrize("name", HOSTS, ids=HOSTS)
+def host(session: nox.Session, name: str) -> None:
+    """Our tiers in another host's own classes, with kills, hangs and damage. vLLM's environment has 3.5 GB; in it,
+    objects go from one host to the other."""
+    variables = environments.install_host(session, name)
+    if variables is not None:
+        across = ["contrib/lmcache-hosts/tests/hosts/test_across.py"] if name == "vllm" else []
+        tests = [f"contrib/lmcache-hosts/tests/hosts/test_{each}{name}.py" for each in ("", "judged_")] + across
+        pytest(session, *tests, *session.posargs, env=variables)
 
 
 @nox.session

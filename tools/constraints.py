@@ -24,9 +24,10 @@ def main() -> None:
     """Resolve twice: everything but vLLM, and vLLM with the packages that its tests install."""
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = root["dependency-groups"]
-    vllm = plain(groups["vllm"]) | plain(groups["test"])
-    read = plain(groups["sglang"])  # wheels that nobody installs
-    rest = {line for name in groups if name not in ("vllm", "sglang") for line in plain(groups[name])}
+    vllm = plain(groups["vllm"]) | plain(groups["test"]) | plain(groups["hosts"])
+    alone = plain(groups["sglang"]) | plain(groups["lmcache"])  # wheels without what they ask for
+    other = ("vllm", "sglang", "lmcache", "hosts")
+    rest = {line for name in groups if name not in other for line in plain(groups[name])}
     found = [
         ROOT / "core/pyproject.toml",
         *ROOT.glob("*/*/pyproject.toml"),
@@ -36,13 +37,13 @@ def main() -> None:
     for package in packages:
         rest |= required(package)
     ours = ("lmcache-core", "lmcache-fs", "lmcache-redis", "lmcache-core-vllm", "lmcache-bench", "lmcache-lab")
-    ours += ("lmcache-kv-events", "lmcache-testing")
+    ours += ("lmcache-kv-events", "lmcache-testing", "lmcache-hosts")
     vllm |= {line for each in packages if each["project"]["name"] in ours for line in required(each)}
     (ROOT / "constraints.txt").write_text(HEAD + resolved(strangers(rest)))
     # vLLM names the build for the CPU, which no index has.
     (ROOT / "constraints-vllm.txt").write_text(HEAD + VLLM + resolved(strangers(vllm), override="torch==2.13.0"))
     with (ROOT / "constraints-vllm.txt").open("a") as file:
-        file.writelines(f"{line}\n" for line in sorted(read))
+        file.writelines(f"{line}\n" for line in sorted(alone))
 
 
 def required(package: dict[str, Any]) -> set[str]:

@@ -213,6 +213,20 @@ def has_vllm(session: nox.Session) -> bool:
     return True
 
 
+def install_host(session: nox.Session, name: str) -> dict[str, str] | None:
+    """What the shim of one host is proved in, and the variables for its tests; None where it cannot be built. LMCache's
+    wheel comes without what it asks for, SGLang's is only read. With vLLM there are all three."""
+    if name == "vllm":
+        if not has_vllm(session):
+            return None
+    else:
+        constrain(session, pins=CONSTRAINTS_VLLM)
+    install(session, "hosts", tests_of=("hosts",), groups=("test", "hosts"), native="require")
+    if name != "sglang":
+        session.install("-q", "--no-deps", *group("lmcache"))
+    return sglang_wheel(session) if name != "lmcache" else {}
+
+
 def sglang_wheel(session: nox.Session) -> dict[str, str]:
     """The variable that says where SGLang's wheel is, which is downloaded once; empty if it cannot be had."""
     folder = Path(session.virtualenv.location, "sglang")

@@ -31,7 +31,10 @@ OURS = re.compile(r"lmcache[-_]")
 # Of the extra `demo`: what lmcache-transformers needs for the command, and transformers to read GGUF.
 FOR_ANOTHER = {"core": {"transformers", "gguf", "accelerate"}, "lmcache-transformers": {"gguf", "accelerate"}}
 # In files that a peer's own interpreter runs, from an environment that a bench makes.
-ELSEWHERE = {"lmcache-bench": {"lmcache", "llvmlite"}}
+ELSEWHERE = {
+    "lmcache-bench": {"lmcache", "llvmlite"},
+    "lmcache-hosts": {"lmcache", "numpy", "sglang", "torch", "vllm"},  # each in the shim that its host imports
+}
 
 
 def requirements(path: Path) -> set[str]:

@@ -29,6 +29,7 @@ def test_every_package_is_released_and_neither_template_nor_examples() -> None:
         "lmcache-l0",
         "lmcache-core-vllm",
         "lmcache-lab",
+        "lmcache-hosts",
         "lmcache-testing",
         "lmcache-tools",
     }

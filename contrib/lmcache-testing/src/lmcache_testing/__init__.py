@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lmcache_testing.eviction import EvictionPolicyContract
     from lmcache_testing.eviction_machine import Resident
     from lmcache_testing.helper import HelperContract
+    from lmcache_testing.host_backend import HostBackend, HostBackendContract
     from lmcache_testing.machine import AdapterMachine
     from lmcache_testing.operation import OperationContract
     from lmcache_testing.package import PluginPackageContract
@@ -38,6 +39,8 @@ __all__ = [
     "FaultScript",
     "FaultyAdapter",
     "HelperContract",
+    "HostBackend",
+    "HostBackendContract",
     "L2AdapterContract",
     "LatencyAdapter",
     "OperationContract",
@@ -64,6 +67,8 @@ _HOMES = {
     "FaultScript": "lmcache_mock.drills.faults",
     "FaultyAdapter": "lmcache_mock.drills.faults",
     "HelperContract": "lmcache_testing.helper",
+    "HostBackend": "lmcache_testing.host_backend",
+    "HostBackendContract": "lmcache_testing.host_backend",
     "L2AdapterContract": "lmcache_testing.adapter",
     "LatencyAdapter": "lmcache_mock.drills.latency",
     "OperationContract": "lmcache_testing.operation",

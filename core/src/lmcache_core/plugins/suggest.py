@@ -10,6 +10,7 @@ _IN_CONTRIB = frozenset(
     {
         "lmcache-bench",
         "lmcache-core-vllm",
+        "lmcache-hosts",
         "lmcache-l0",
         "lmcache-lab",
         "lmcache-testing",

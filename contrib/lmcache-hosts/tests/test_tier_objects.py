@@ -1,0 +1,264 @@
+"""The tier code without a server: what a host gets from it, and what it never gets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tier_over
+
+from lmcache_core.errors import UsageError
+from lmcache_core.policies.lru import LruEviction
+from lmcache_core.tiers.object.format import HEADER_BYTES
+from lmcache_hosts.naming import BlockFormat, object_key
+from lmcache_hosts.requests import HostObject, LentMemory
+from lmcache_hosts.settings import HostSettings, open_objects
+from lmcache_hosts.tier_objects import TierObjects
+from lmcache_mock.drills.faults import FaultScript, FaultyAdapter
+from lmcache_testing.waiting import until
+
+
+@pytest.fixture
+def adapter() -> GatedAdapter:
+    return GatedAdapter()
+
+
+@pytest.fixture
+def objects(adapter: GatedAdapter) -> Iterator[TierObjects]:
+    hosted = tier_over(adapter)
+    yield hosted
+    adapter.release()
+    hosted.close()
+
+
+@pytest.fixture
+def hasty(adapter: GatedAdapter) -> Iterator[TierObjects]:
+    hosted = tier_over(adapter, SHORT)
+    yield hosted
+    adapter.release()
+    hosted.close()
+
+
+def test_what_was_stored_is_found_and_loaded(objects: TierObjects) -> None:
+    assert objects.store([stored(1), stored(2)]).result() == [True, True]
+    assert objects.find([key(1), key(2), key(3)]).result() == [True, True, False]
+    buffers = [room(2), room(3), room(1)]
+    assert objects.load([each for _, each in buffers]).result() == [True, False, True]
+    assert bytes(buffers[0][0]) == content(2)
+    assert bytes(buffers[2][0]) == content(1)
+
+
+def test_objects_on_the_medium_have_our_header_and_name(objects: TierObjects, adapter: GatedAdapter) -> None:
+    objects.store([stored(1)]).result()
+    ((name, (held, _)),) = adapter.objects.items()
+    assert name[:32] == key(1).key
+    assert bytes(held[:8]) == b"LMCOBJ\r\n"
+    assert len(held) == HEADER_BYTES + NAMESPACE.layout.nbytes
+
+
+def test_a_load_that_hangs_is_a_no_and_leaves_the_hosts_memory_alone(hasty: TierObjects, adapter: GatedAdapter) -> None:
+    hasty.store([stored(1)]).result()
+    adapter.hold("load")
+    buffer, wanted = room(1)
+    assert hasty.load([wanted]).result() == [False]
+    buffer[:] = b"\xee" * len(buffer)  # the host uses it for something else
+    adapter.release()
+    until(lambda: not hasty.status()["tier"]["lanes"]["host-load"]["running"], "the late call to return")
+    assert bytes(buffer) == b"\xee" * len(buffer)
+
+
+def test_a_store_that_hangs_does_not_read_the_hosts_memory_later(hasty: TierObjects, adapter: GatedAdapter) -> None:
+    adapter.hold("store")
+    buffer = bytearray(content(1))
+    request = hasty.store([HostObject(*key(1), memoryview(buffer))])
+    adapter.entered["store"].acquire()
+    buffer[:] = b"\xee" * len(buffer)
+    assert request.result() == [False]
+    adapter.release()
+    until(lambda: hasty.find([key(1)]).result()[0], "the late store to be done")
+    back, wanted = room(1)
+    assert hasty.load([wanted]).result() == [True]
+    assert bytes(back) == content(1)
+
+
+def test_a_medium_that_hangs_is_not_asked_any_more_and_is_found_again(
+    hasty: TierObjects, adapter: GatedAdapter
+) -> None:
+    hasty.store([stored(1)]).result()
+    adapter.hold("load", "exists")
+    until(lambda: not any(hasty.load([room(1)[1]]).result()) and not hasty.serving, "the breaker to open")
+    asked = adapter.calls["load"]
+    assert hasty.load([room(1)[1]]).result() == [False]
+    assert hasty.find([key(1)]).result() == [False]
+    assert adapter.calls["load"] == asked
+    adapter.release()
+    until(lambda: hasty.find([key(1)]).result()[0], "the breaker to close")
+    assert hasty.load([room(1)[1]]).result() == [True]
+
+
+@pytest.mark.parametrize("fault", ["flipped_bits", "short_read", "neighbour", "error", "gone"])
+def test_a_damaged_or_failed_load_is_a_no(adapter: GatedAdapter, fault: str) -> None:
+    script = FaultScript()
+    objects = tier_over(FaultyAdapter(adapter, script))
+    try:
+        assert objects.store([stored(1), stored(2)]).result() == [True, True]
+        objects.load([room(2)[1]]).result()
+        script.set(f"load {fault}")
+        buffer, wanted = room(1)
+        answer = objects.load([wanted]).result()
+        assert answer == [False] or bytes(buffer) == content(1)
+        assert answer == [False]
+    finally:
+        objects.close()
+
+
+def test_an_object_that_looked_damaged_is_stored_again(adapter: GatedAdapter) -> None:
+    script = FaultScript()
+    objects = tier_over(FaultyAdapter(adapter, script))
+    try:
+        objects.store([stored(1)]).result()
+        script.set("load flipped_bits count=1")
+        assert objects.load([room(1)[1]]).result() == [False]
+        assert objects.find([key(1)]).result() == [False]
+        assert objects.store([stored(1)]).result() == [True]
+        assert adapter.calls["store"] == 2
+        assert objects.load([room(1)[1]]).result() == [True]
+    finally:
+        objects.close()
+
+
+def test_one_load_serves_everybody_who_asks_meanwhile(objects: TierObjects, adapter: GatedAdapter) -> None:
+    objects.store([stored(1)]).result()
+    adapter.hold("load")
+    first, second = room(1), room(1)
+    one = objects.load([first[1]])
+    adapter.entered["load"].acquire()
+    other = objects.load([second[1]])
+    until(lambda: objects.counts["joined"], "the second to join")
+    adapter.release()
+    assert one.result() == other.result() == [True]
+    assert bytes(first[0]) == bytes(second[0]) == content(1)
+    assert adapter.calls["load"] == 1
+
+
+def test_one_store_serves_everybody_who_stores_the_same_key(objects: TierObjects, adapter: GatedAdapter) -> None:
+    adapter.hold("store")
+    one = objects.store([stored(1)])
+    adapter.entered["store"].acquire()
+    other = objects.store([stored(1)])
+    until(lambda: objects.counts["joined"], "the second to join")
+    adapter.release()
+    assert one.result() == other.result() == [True]
+    assert objects.store([stored(1)]).result() == [True]
+    assert adapter.calls["store"] == 1
+
+
+def test_the_medium_stays_below_its_capacity(adapter: GatedAdapter) -> None:
+    size = HEADER_BYTES + NAMESPACE.layout.nbytes
+    objects = tier_over(adapter, capacity_bytes=8 * size, eviction=LruEviction)
+    try:
+        for number in range(40):
+            until(lambda number=number: objects.store([stored(number)]).result()[0], "room")
+            assert adapter.usage().bytes_used <= 8 * size
+        assert objects.find([key(39), key(0)]).result() == [True, False]
+    finally:
+        objects.close()
+
+
+def test_removed_objects_are_not_found_and_leave_the_medium(objects: TierObjects, adapter: GatedAdapter) -> None:
+    objects.store([stored(1), stored(2)]).result()
+    assert objects.remove([key(1), key(3)]).result() == [True, False]
+    assert objects.find([key(1), key(2)]).result() == [False, True]
+    assert objects.load([room(1)[1]]).result() == [False]
+    until(lambda: len(adapter.objects) == 1, "the delete")
+    until(lambda: objects.clear([NAMESPACE]).result()[0], "the medium to be listed")
+    until(lambda: not adapter.objects, "the other delete")
+
+
+def test_a_buffer_of_another_size_is_a_no(objects: TierObjects) -> None:
+    short = HostObject(*key(1), memoryview(bytes(100)))
+    assert objects.store([short, stored(2)]).result() == [False, True]
+    assert objects.status()["counts"]["wrong_size"] == 1
+
+
+def test_close_answers_what_is_open(hasty: TierObjects, adapter: GatedAdapter) -> None:
+    adapter.hold("store", "load", "exists")
+    requests = [hasty.store([stored(1)]), hasty.load([room(2)[1]]), hasty.find([key(3)])]
+    hasty.close(drain_s=0.0)
+    assert [each.result() for each in requests] == [[False]] * 3
+    assert hasty.store([stored(1)]).result() == [False]
+    assert not hasty.serving
+
+
+def test_close_stores_what_waits(objects: TierObjects, adapter: GatedAdapter) -> None:
+    request = objects.store([stored(number) for number in range(200)])
+    objects.close()
+    assert all(request.result())
+    assert len(adapter.objects) == 200
+
+
+def test_a_forked_child_gets_misses(objects: TierObjects) -> None:
+    objects.store([stored(1)]).result()
+    child = os.fork()
+    if not child:
+        os._exit(0 if objects.find([key(1)]).result() == [False] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert objects.find([key(1)]).result() == [True]
+
+
+def test_many_threads_get_their_own_bytes(objects: TierObjects) -> None:
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for number in range(first, first + 40):
+            objects.store([stored(number), stored(number + 1)]).result()
+            buffer, wanted = room(number)
+            if objects.load([wanted]).result() != [True] or bytes(buffer) != content(number):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(20 * each,)) for each in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
+def test_memory_taken_back_is_not_copied() -> None:
+    memory = LentMemory(memoryview(bytearray(8)))
+    assert memory.copy_from(memoryview(b"12345678"))
+    memory.take_back()
+    assert not memory.copy_from(memoryview(b"87654321"))
+    with pytest.raises(UsageError, match="gaps"):
+        LentMemory(memoryview(bytearray(8))[::2])
+
+
+def test_what_differs_gets_another_key() -> None:
+    of = BlockFormat("model", "meaning")
+    spaces = [
+        of.namespace(64),
+        of.namespace(128),
+        of.namespace(64, (0, 2)),
+        of.namespace(64, salt="tenant"),
+        BlockFormat("model", "other").namespace(64),
+        BlockFormat("model", "meaning", "v2").namespace(64),
+    ]
+    keys = {object_key(space, b"h" * 32, part) for space in spaces for part in ("", "group 1")}
+    assert len(keys) == 2 * len(spaces)
+    with pytest.raises(UsageError, match="too short"):
+        object_key(spaces[0], b"1234")
+
+
+def test_a_tier_of_the_settings_survives_its_process(tmp_path: Path) -> None:
+    settings = HostSettings.read({"tier": {"type": "fs", "path": str(tmp_path), "capacity_bytes": "1GiB"}})
+    first = open_objects(settings)
+    assert first.store([stored(1)]).result() == [True]
+    first.close()
+    second = open_objects(settings)
+    buffer, wanted = room(1)
+    assert second.load([wanted]).result() == [True]
+    assert bytes(buffer) == content(1)
+    second.close()
