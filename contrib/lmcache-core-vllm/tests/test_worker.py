@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import Pages
 from lmcache_core.client.client import Client
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -241,15 +242,13 @@ def test_what_another_engine_waits_for_is_not_dropped_as_soon_as_other_saves(
 ) -> None:
     rank = Rank(client, 1, "delivers", settings={"step_wait_s": 1e-9})
     waited: list[float] = []
-    pages = rank.side._pages
-    assert pages is not None
-    store = pages.store_start
+    store = Pages.store_start
 
-    def noting(entries: Any, *, deadline_s: float) -> Any:
+    def noting(pages: Pages, entries: Any, *, deadline_s: float) -> Any:
         waited.append(deadline_s)
-        return store(entries, deadline_s=20)
+        return store(pages, entries, deadline_s=20)
 
-    monkeypatch.setattr(pages, "store_start", noting)
+    monkeypatch.setattr(Pages, "store_start", noting)
     for at, delivers in enumerate((False, False, True)):
         rank.save(Step(HASHING, saves=[Blocks(0, hashes(at, at + 1), [at + 1])], delivers=delivers))
     assert waited == [FIRST_SAVE_WAIT_S, 1e-9, DELIVERY_WAIT_S]
