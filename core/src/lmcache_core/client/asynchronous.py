@@ -274,6 +274,7 @@ class AsyncClient:
     register_layout = _awaited(Client.register_layout)
     lookup_many = _awaited(Client.lookup_many)
     count_prompt = _awaited(Client.count_prompt)
+    count_dropped_stores = _awaited(Client.count_dropped_stores)
     prepare_store = _awaited(Client.prepare_store)
     prepare_retrieve = _awaited(Client.prepare_retrieve)
     free_lookup_locks = _awaited(Client.free_lookup_locks)

@@ -514,7 +514,7 @@ class ReadLease(Lease):
     def _generations_of(self, keys: list[bytes], offsets: array[int]) -> array[int]:
         link = self._holding.link
         where = None if link is None else link.searched(self.namespace)
-        if where is None:
+        if where is None or not keys:
             return _ZERO * len(keys)
         index, layout = where
         return array("Q", index.generations(self.namespace.id, layout, keys, offsets))
