@@ -71,7 +71,7 @@ def test_check_says_for_which_objects_entries_will_run_out_and_the_figure_to_set
     assert few.cure == "set l1.index_entries = 16384, or 0 for the same"
     usual = index_of(header_of(server_settings(tmp_path, l1={"size_bytes": 64 * MIB})))
     assert "16,384 entries" in usual.message
-    assert "set l1.index_entries = 32768" in usual.message
+    assert "it would be l1.index_entries = 32768" in usual.message
     assert usual.cure == ""
     ample = index_of(header_of(server_settings(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": 32768})))
     assert ample.message.endswith("of 2,560 bytes or more")
