@@ -16,6 +16,7 @@ from lmcache_core.observe.troubles import with_troubles
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_testing.waiting import WAIT_S, until
 
 pytest.importorskip("lmcache_fs")
 pytest.importorskip("lmcache_compress")
@@ -102,6 +103,23 @@ def test_a_certificate_cannot_be_demanded_of_a_tier_while_another_model_uses_it(
         client.register_layout(OTHERS)
         with pytest.raises(UsageError, match="for the model small"):
             client.tiers_reconfigure("disk", {"require_certificate": str(certificate)})
+
+
+def test_what_another_model_left_in_the_pool_is_not_stored_under_the_certificate(
+    start: Callable[..., Server], certificate: Path, tmp_path: Path
+) -> None:
+    server = start(l1={"size_bytes": 1 << 20, "backing": "memfd"})
+    content = [memoryview(bytes(LAYOUT.nbytes)).cast("H")]
+    for namespace in (OTHERS, OURS):
+        with server.connect() as client:
+            assert client.store([KEY], content, namespace=namespace).stored == 1
+    tier = {"type": "fs", "path": str(tmp_path / "disk"), "serde": ["int8"], "require_certificate": str(certificate)}
+    with server.connect() as client:
+        client.register_layout(OURS)
+        client.tiers_add("disk", tier)
+        assert client.wait_stored([KEY], namespace=OURS, timeout_s=WAIT_S)[0].stored
+        until(lambda: not any(client.status()["tiers"]["stores"]["dirty"].values()), "what is owed")
+        assert client.status()["tiers"]["tiers"][0]["objects"] == 1
 
 
 def test_status_and_explain_say_that_an_object_is_lossy(serve: Callable[..., Server]) -> None:

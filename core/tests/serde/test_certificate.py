@@ -96,6 +96,17 @@ def test_without_a_version_of_the_weights_the_name_must_be_the_same(tmp_path: Pa
     certificate.check(LAYOUT, Namespace("org/small", LAYOUT, "any").public_label)
     with pytest.raises(UsageError, match="for the model"):
         certificate.check(LAYOUT, Namespace("org/large", LAYOUT).public_label)
+    with pytest.raises(UsageError, match="for the model"):
+        certificate.check(LAYOUT, Namespace("org/small-instruct", LAYOUT, "any").public_label)
+    with pytest.raises(UsageError, match="for the model"):
+        certificate.check(LAYOUT, Namespace("org/small/other", LAYOUT).public_label)
+
+
+def test_a_version_of_the_weights_is_not_the_beginning_of_another(tmp_path: Path) -> None:
+    certificate = read(written(tmp_path / "c", weights="0123"))
+    certificate.check(LAYOUT, Namespace("org/small", LAYOUT, "0123", (1, 2)).public_label)
+    with pytest.raises(UsageError, match="for the model"):
+        certificate.check(LAYOUT, Namespace("org/small", LAYOUT, "01234567").public_label)
 
 
 def test_whoever_gives_no_label_is_not_asked_for_the_model(tmp_path: Path) -> None:

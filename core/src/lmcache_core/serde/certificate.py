@@ -7,6 +7,7 @@ a name with parameters, the model, and what its answers lose.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,7 +55,9 @@ class Certificate(msgspec.Struct, frozen=True):
         if layout.dtype != self.dtype:
             raise UsageError(f"its certificate is for KV in {self.dtype}, and this is {layout}")
         known = label_of_weights(self.weights)
-        if label and not (known in label if known else label.startswith(label_from(self.model))):
+        rest = rf"(/{layout.dtype})?( \d+/\d+)?"  # of a label that a namespace makes itself
+        name, version = (".*", re.escape(known)) if known else (re.escape(label_from(self.model)), "(@[^/ ]*)?")
+        if label and not re.fullmatch(name + version + rest, label):
             raise UsageError(f"its certificate is for the model {self.model}{known}, and this is {label}")
 
 

@@ -169,7 +169,7 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
         stored_waits=stored_waits,
         request_watch=request_watch,
         operations=operations,
-        tier_changes=TierChanges(name, registry, loop, settings.l2, tiers, namespaces.layouts_in_use),
+        tier_changes=TierChanges(name, registry, loop, settings.l2, tiers, namespaces.described),
         listener=listener,
         carriers=carriers,
         helpers=helpers,

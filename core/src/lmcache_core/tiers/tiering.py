@@ -121,11 +121,11 @@ class Tiering:
             self._check_name(tier)
             self._use(tier)
 
-    def check_layout(self, layout: Layout, label: str) -> None:
+    def check_namespace(self, namespace: int, layout: Layout, label: str) -> None:
         """Raises `UsageError`, with the cure, if some tier could never store objects of a namespace with this layout
         and label."""
         for tier in self._tiers.values():
-            tier.check_layout(layout, label)
+            tier.check_namespace(namespace, layout, label)
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Only queues; `step` does the work."""

@@ -68,7 +68,7 @@ class Namespaces:
                 f"namespace {namespace:016x} has the layout {self._described(known)}, not {layout}: use a separate "
                 "namespace for each layout"
             )
-        self._check_tiers(layout, label)
+        self._check_tiers(namespace, layout, label)
         if layout_id not in self._l1.layouts:
             self._l1.add_layout(layout_id, layout, session.origin)
         if namespace not in session.namespaces:
@@ -79,7 +79,7 @@ class Namespaces:
                 self._remove_oldest(session, 1)
         return layout_id
 
-    def _check_tiers(self, layout: Layout, label: str) -> None:
+    def _check_tiers(self, namespace: int, layout: Layout, label: str) -> None:
         """Raises `UsageError` if some tier could never store these objects: they would be lost with the L1, and
         nobody would expect it. What was refused stays in `status`."""
         tiering = self._l1.tiering
@@ -87,7 +87,7 @@ class Namespaces:
             return
         name = label or str(layout)
         try:
-            tiering.check_layout(layout, label)
+            tiering.check_namespace(namespace, layout, label)
         except UsageError as error:
             if name not in self.refused:
                 log.warning("namespace %s is refused: %s", name, error)
@@ -97,11 +97,11 @@ class Namespaces:
             raise
         self.refused.pop(name, None)
 
-    def layouts_in_use(self) -> list[tuple[Layout, str]]:
-        """Of the namespaces that sessions use now, each with its label."""
-        used = dict.fromkeys((each.layout_id, each.label) for each in self.in_use.values())
+    def described(self) -> list[tuple[int, Layout, str]]:
+        """The namespaces that sessions use now, each with its layout and label."""
         layouts = self._l1.layouts
-        return [(layouts[layout_id], label) for layout_id, label in used if layout_id in layouts]
+        used = self.in_use.items()
+        return [(name, layouts[each.layout_id], each.label) for name, each in used if each.layout_id in layouts]
 
     def _take_place(self, session: Session, namespace: int, layout_id: int, label: str) -> None:
         self._share.take(session.origin)

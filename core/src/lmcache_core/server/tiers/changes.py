@@ -42,14 +42,14 @@ class TierChanges:
         loop: Loop,
         configured: Mapping[str, TierSettings],
         tiers: TierOpener,
-        layouts_in_use: Callable[[], Sequence[tuple[Layout, str]]],
+        namespaces: Callable[[], Sequence[tuple[int, Layout, str]]],
     ) -> None:
         self._server = server
         self._registry = registry
         self._loop = loop
         self._settings = dict(configured)
         self._tiers = tiers
-        self._layouts_in_use = layouts_in_use
+        self._namespaces = namespaces
         self._under_way: set[str] = set()
 
     def describe(self, rid: int) -> m.TiersReply:
@@ -89,7 +89,7 @@ class TierChanges:
 
         def finish() -> None:
             self._refuse_taken(name)
-            self._check_layouts(tier)
+            self._check_namespaces(tier)
             self._tiers.opened().add_tier(tier)
             self._settings[name] = settings
 
@@ -107,7 +107,7 @@ class TierChanges:
         tier = build_tier(name, settings, self._registry, self._server)
 
         def replace() -> None:
-            self._check_layouts(tier)
+            self._check_namespaces(tier)
             self._tiers.opened().replace_tier(tier)
             self._settings[name] = settings
 
@@ -119,9 +119,9 @@ class TierChanges:
         if name in self._settings:
             raise UsageError(f"tier {name!r} already exists: reconfigure it, or choose another name")
 
-    def _check_layouts(self, tier: Tier) -> None:
-        for layout, label in self._layouts_in_use():
-            tier.check_layout(layout, label)
+    def _check_namespaces(self, tier: Tier) -> None:
+        for namespace, layout, label in self._namespaces():
+            tier.check_namespace(namespace, layout, label)
 
     def _build(self, session: Session, request: m.ChangeTier, make: Callable[[], _Finish]) -> m.Message | None:
         """None: the answer follows."""

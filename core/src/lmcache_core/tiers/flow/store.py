@@ -266,7 +266,8 @@ class StoreController:
         """Adds to `planned_for` the positions that are stored on some tier."""
         self.moves += 1
         batch = arrival.objects
-        views = [tier.view for tier in self._tiers.values() if tier.gets_stores]
+        takers = [tier for tier in self._tiers.values() if tier.gets_stores and tier.may_store(arrival.namespace)]
+        views = [tier.view for tier in takers]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
 
         def failed(error: BaseException) -> None:

@@ -88,6 +88,7 @@ class Tier:
         self.config = config
         self.chain = CodecChain(serdes)
         self.certificate: Certificate | None = None  # what is demanded of a lossy chain
+        self._certified: dict[int, None] = {}  # the namespaces for which it is good, the newest last
         self.health = Health(name)
         self.clock = Clock()  # the server's, from `start` on
         guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
@@ -182,7 +183,7 @@ class Tier:
             size = self._stored_bytes[layout.fingerprint] = HEADER_BYTES + self.chain.encoded_bytes_max(layout)
         return size
 
-    def check_layout(self, layout: Layout, label: str) -> None:
+    def check_namespace(self, namespace: int, layout: Layout, label: str) -> None:
         """Raises `UsageError`, with the cure, if the tier's serdes cannot encode objects of this layout, or may not: if
         their certificate is for another dtype, or another model than the namespace's label names."""
 
@@ -202,6 +203,16 @@ class Tier:
                     f"tier {self.name!r} must not store objects of {layout}: {error}",
                     cure=f"name a certificate for this model in l2.{self.name}.require_certificate",
                 ) from None
+            if label:  # else nothing is known of its model
+                self._certified.pop(namespace, None)
+                self._certified[namespace] = None
+                if len(self._certified) > limits.NAMESPACES_KNOWN_MAX:
+                    del self._certified[next(iter(self._certified))]
+
+    def may_store(self, namespace: int) -> bool:
+        """Whether objects of this namespace may be stored at all: what others have left in the pool may be of a model
+        that the certificate is not for."""
+        return self.certificate is None or namespace in self._certified
 
     def bytes_to_reserve(self, layout: Layout, known: int = 0) -> tuple[int, bool]:
         """Bytes for one object of this layout, and whether they are certain. `known`: its size, if it was encoded
