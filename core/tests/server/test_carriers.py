@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,6 +225,29 @@ def test_who_does_not_map_the_pool_gets_answers_and_no_slots(
             with pytest.raises(NotAttachedError):
                 remote.prepare_store(keys_of("b"), namespace=namespace)
             assert remote.clear(namespace).objects == 1
+
+
+def test_a_newcomer_is_answered_though_hundreds_of_strangers_came_before_it(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server, keys = start_with_curve(start, tmp_path, "client")
+    address = server.parts.carriers[0].address
+    host, port = address.removeprefix("tcp://").split(":")
+    turn, waits = threading.Event(), threading.Event()
+    server.parts.loop.call(lambda: (waits.set(), turn.wait(WAIT_S)))  # a long turn, in which all of this comes
+    assert waits.wait(WAIT_S)
+    for _ in range(200):
+        socket.create_connection((host, int(port))).close()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, contextlib.ExitStack() as stack:
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.auth.load_certificate(keys / "clients/client.key_secret")
+        dealer.curve_serverkey = zmq.auth.load_certificate(keys / "server.key")[0]
+        seen = stack.enter_context(contextlib.closing(dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)))
+        dealer.connect(address)
+        dealer.send(encode(m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, bytes(16), "raw", 1, [])))
+        assert seen.poll(1000 * WAIT_S), "what it has sent is on its way from here on"
+        turn.set()
+        assert dealer.poll(1000 * WAIT_S), "the first answer was not dropped"
+        dealer.disable_monitor()
 
 
 def test_a_session_is_of_the_key_that_opened_it_whoever_shows_its_routing_id(
