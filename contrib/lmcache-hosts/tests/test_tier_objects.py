@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -264,6 +265,32 @@ def test_a_forked_child_gets_misses(objects: TierObjects) -> None:
         os._exit(0 if objects.find([key(1)]).result() == [False] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert objects.find([key(1)]).result() == [True]
+
+
+def test_a_child_forked_while_a_thread_has_the_lock_gets_misses(
+    objects: TierObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go, next_deadline = threading.Event(), threading.Event(), objects.tier.next_deadline
+
+    def slow() -> float | None:  # asked by the loop under its lock, before it waits
+        entered.set()
+        go.wait()
+        return next_deadline()
+
+    monkeypatch.setattr(objects.tier, "next_deadline", slow)
+    assert objects.find([key(1)]).result() == [False]  # wakes the loop
+    entered.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # it ends if it hangs
+        answers = objects.find([key(1)]).result()
+        objects.close()
+        os._exit(0 if answers == [False] else 1)
+    status = os.waitpid(child, 0)[1]
+    go.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert objects.store([stored(1)]).result() == [True]
 
 
 def test_many_threads_get_their_own_bytes(objects: TierObjects) -> None:

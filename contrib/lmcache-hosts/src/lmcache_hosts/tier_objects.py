@@ -192,11 +192,13 @@ class TierObjects:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Store what waits, for so long at most; then every open request is answered no. Idempotent."""
+        if self._is_forked():
+            return
         with self._wakeup:
             if self._close_by is None:
                 self._close_by = time.monotonic() + drain_s
             self._wakeup.notify()
-        if self._thread is not None and os.getpid() == self._pid:
+        if self._thread is not None:
             self._thread.join(drain_s + _GRACE_S)
 
     def _move(
@@ -223,14 +225,22 @@ class TierObjects:
             self._open[request] = None
             guarded(failed, begin, request)
 
-        with self._wakeup:
-            closed = self._ended or self._close_by is not None or os.getpid() != self._pid
-            if not closed:
-                self._inbox.append(work)
-                self._wakeup.notify()
-        if closed:
+        if self._is_forked() or not self._put(work):
             request.refuse()
         return request
+
+    def _is_forked(self) -> bool:
+        """A child has not our thread, and the lock as it was: asked before the lock is taken."""
+        return os.getpid() != self._pid
+
+    def _put(self, work: Callable[[], None]) -> bool:
+        """Whether the loop takes it."""
+        with self._wakeup:
+            open_ = not self._ended and self._close_by is None
+            if open_:
+                self._inbox.append(work)
+                self._wakeup.notify()
+        return open_
 
     # --- the loop -----------------------------------------------------------------------------------------
     def _post(self, posted: Posted) -> None:
