@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tier_over
@@ -14,7 +17,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.object.format import HEADER_BYTES
 from lmcache_hosts.naming import BlockFormat, object_key
-from lmcache_hosts.requests import HostObject, LentMemory
+from lmcache_hosts.requests import HostKey, HostObject, LentMemory
 from lmcache_hosts.settings import HostSettings, open_objects
 from lmcache_hosts.tier_objects import TierObjects
 from lmcache_mock.drills.faults import FaultScript, FaultyAdapter
@@ -200,6 +203,61 @@ def test_close_stores_what_waits(objects: TierObjects, adapter: GatedAdapter) ->
     assert len(adapter.objects) == 200
 
 
+@contextmanager
+def busy(objects: TierObjects) -> Iterator[None]:
+    """Its loop begins nothing meanwhile: a host's callback has not returned."""
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(answers: Sequence[bool]) -> None:
+        entered.set()
+        go.wait()
+
+    objects.remove([key(99)], slow)
+    entered.wait()
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def test_an_error_at_the_beginning_is_a_no_and_leaves_nothing(objects: TierObjects) -> None:
+    odd = HostObject(NAMESPACE, cast(bytes, "no name"), memoryview(bytearray(NAMESPACE.layout.nbytes)))
+    for request in (
+        objects.store([stored(1), odd]),
+        objects.load([room(1)[1], odd]),
+        objects.find([key(1), HostKey(*odd[:2])]),
+    ):
+        until(lambda request=request: request.done, "an answer")  # result() would give up, and say no itself
+        assert request.result() == [False, False]
+    assert objects.store([stored(1)]).result() == [True]
+    assert objects.load([room(1)[1]]).result() == [True]
+
+
+def test_a_view_that_its_host_released_is_of_no_harm_to_the_others(objects: TierObjects) -> None:
+    assert objects.store([stored(1), stored(2)]).result() == [True, True]
+    mine, released = room(1), room(2)
+    with busy(objects):
+        request = objects.load([mine[1], released[1]])
+        released[1].view.release()
+    until(lambda: request.done, "an answer")
+    assert request.result() == [True, True]  # its memory was lent until now
+    assert bytes(released[0]) == content(2)
+    assert objects.load([mine[1]]).result() == [True]
+
+
+def test_nobody_joins_what_its_host_has_given_up(objects: TierObjects) -> None:
+    with busy(objects):
+        late = [objects.store([stored(1)]), objects.load([room(1)[1]]), objects.find([key(1)])]
+        for request in late:
+            request.refuse()
+        other = objects.store([stored(1)])
+    assert other.result() == [True]
+    assert [request.result() for request in late] == [[False]] * 3
+    with busy(objects):
+        objects.remove([key(1)]).refuse()
+    assert objects.find([key(1)]).result() == [False]  # what is to go goes, however late
+
+
 def test_a_forked_child_gets_misses(objects: TierObjects) -> None:
     objects.store([stored(1)]).result()
     child = os.fork()
@@ -207,6 +265,32 @@ def test_a_forked_child_gets_misses(objects: TierObjects) -> None:
         os._exit(0 if objects.find([key(1)]).result() == [False] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert objects.find([key(1)]).result() == [True]
+
+
+def test_a_child_forked_while_a_thread_has_the_lock_gets_misses(
+    objects: TierObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go, next_deadline = threading.Event(), threading.Event(), objects.tier.next_deadline
+
+    def slow() -> float | None:  # asked by the loop under its lock, before it waits
+        entered.set()
+        go.wait()
+        return next_deadline()
+
+    monkeypatch.setattr(objects.tier, "next_deadline", slow)
+    assert objects.find([key(1)]).result() == [False]  # wakes the loop
+    entered.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # it ends if it hangs
+        answers = objects.find([key(1)]).result()
+        objects.close()
+        os._exit(0 if answers == [False] else 1)
+    status = os.waitpid(child, 0)[1]
+    go.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert objects.store([stored(1)]).result() == [True]
 
 
 def test_many_threads_get_their_own_bytes(objects: TierObjects) -> None:

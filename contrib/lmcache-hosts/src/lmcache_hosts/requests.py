@@ -35,13 +35,14 @@ class HostObject(NamedTuple):
 
 
 class LentMemory:
-    """A buffer of the host. After `take_back` no thread of ours touches it, and copies answer False."""
+    """A buffer of the host. After `take_back` no thread of ours touches it, and copies answer False. Until then it is
+    there, though the host may have released the view that it gave."""
 
     def __init__(self, view: memoryview) -> None:
         if not view.c_contiguous:
             raise UsageError("a host's buffer has gaps: give contiguous memory for each object")
         self.nbytes = view.nbytes
-        self._view: memoryview | None = view
+        self._view: memoryview | None = memoryview(view)
         self._lock = threading.Lock()  # held during a copy, of one object at most
 
     def copy_to(self, target: memoryview) -> bool:

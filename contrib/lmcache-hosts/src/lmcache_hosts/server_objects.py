@@ -40,6 +40,7 @@ class ServerObjects:
         self.deadlines = deadlines
         self.counts: Counter[str] = Counter()
         self._calls: queue.SimpleQueue[tuple[Request, Work] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # what is called, and on which threads, is settled before it is closed or after
         self._closed = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
@@ -75,14 +76,16 @@ class ServerObjects:
 
     def close(self, drain_s: float = _CLOSE_S) -> None:
         """End after what was asked before, for so long at most. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in self._threads:
-            self._calls.put(None)
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid:  # a forked child has none of the threads, and whoever held the lock is not there
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+                for _ in self._threads:
+                    self._calls.put(None)
             for thread in self._threads:
                 thread.join(drain_s)
+        self._closed = True
         self.client.close()
 
     # --- on a thread of ours ------------------------------------------------------------------------------
@@ -125,12 +128,20 @@ class ServerObjects:
         request.answer(0, True)
 
     def _ask(self, request: Request, work: Callable[[Request], None]) -> Request:
-        if self._closed or os.getpid() != self._pid or self._calls.qsize() >= WAITING_MAX or not self._started():
+        if not self._put(request, lambda: work(request)):
             self.counts["refused"] += 1
             request.refuse()
-        else:
-            self._calls.put((request, lambda: work(request)))
         return request
+
+    def _put(self, request: Request, work: Work) -> bool:
+        """Whether a thread of ours takes it."""
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            taken = not self._closed and self._calls.qsize() < WAITING_MAX and self._started()
+            if taken:
+                self._calls.put((request, work))
+        return taken
 
     def _started(self) -> bool:
         if len(self._threads) < THREADS:

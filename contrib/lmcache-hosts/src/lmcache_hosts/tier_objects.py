@@ -166,13 +166,13 @@ class TierObjects:
     def remove(self, keys: Sequence[HostKey], on_done: Callable[[Sequence[bool]], None] | None = None) -> Request:
         """From its answer on nobody finds them; they are deleted in the background. Yes: it was known to be there."""
         request = Request(len(keys), on_done, wait_s=self.deadlines.lookup_s + _GRACE_S)
-        return self._ask(request, lambda request: self._remove(keys, request))
+        return self._ask(request, lambda request: self._remove(keys, request), though_late=True)
 
     def clear(self, namespaces: Sequence[Namespace]) -> Request:
         """As `remove`, for everything that is known of these namespaces. One answer: no, if the medium has not been
         listed to its end, so that it may hold more."""
         request = Request(1, wait_s=self.deadlines.store_s)
-        return self._ask(request, lambda request: self._clear(namespaces, request))
+        return self._ask(request, lambda request: self._clear(namespaces, request), though_late=True)
 
     @property
     def serving(self) -> bool:
@@ -192,11 +192,13 @@ class TierObjects:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Store what waits, for so long at most; then every open request is answered no. Idempotent."""
+        if self._is_forked():
+            return
         with self._wakeup:
             if self._close_by is None:
                 self._close_by = time.monotonic() + drain_s
             self._wakeup.notify()
-        if self._thread is not None and os.getpid() == self._pid:
+        if self._thread is not None:
             self._thread.join(drain_s + _GRACE_S)
 
     def _move(
@@ -210,19 +212,35 @@ class TierObjects:
         request = Request(len(objects), on_done, memory, allowed_s + _GRACE_S)
         return self._ask(request, lambda request: begin(objects, request))
 
-    def _ask(self, request: Request, begin: Callable[[Request], object]) -> Request:
-        def work() -> None:
-            self._open[request] = None
-            guarded(_logged, begin, request)
+    def _ask(self, request: Request, begin: Callable[[Request], object], *, though_late: bool = False) -> Request:
+        """`though_late`: it is done even if the host waits for it no more."""
 
-        with self._wakeup:
-            closed = self._ended or self._close_by is not None or os.getpid() != self._pid
-            if not closed:
-                self._inbox.append(work)
-                self._wakeup.notify()
-        if closed:
+        def failed(error: BaseException) -> None:
+            _logged(error)
+            request.refuse()
+
+        def work() -> None:
+            if request.done and not though_late:
+                return  # its memory is the host's again: nobody may join it
+            self._open[request] = None
+            guarded(failed, begin, request)
+
+        if self._is_forked() or not self._put(work):
             request.refuse()
         return request
+
+    def _is_forked(self) -> bool:
+        """A child has not our thread, and the lock as it was: asked before the lock is taken."""
+        return os.getpid() != self._pid
+
+    def _put(self, work: Callable[[], None]) -> bool:
+        """Whether the loop takes it."""
+        with self._wakeup:
+            open_ = not self._ended and self._close_by is None
+            if open_:
+                self._inbox.append(work)
+                self._wakeup.notify()
+        return open_
 
     # --- the loop -----------------------------------------------------------------------------------------
     def _post(self, posted: Posted) -> None:
@@ -315,22 +333,26 @@ class TierObjects:
     # --- loads --------------------------------------------------------------------------------------------
     def _begin_load(self, objects: Sequence[HostObject], request: Request) -> None:
         fresh: list[_Flight] = []
-        dropped = self.tier.accounting.drops_of([self._tier_key(each.namespace.id, each.key) for each in objects])
-        for position, each in enumerate(objects):
-            target, name = _Target(request, position), self._tier_key(each.namespace.id, each.key)
-            kind = self._kind(each)
-            flight = self._flights.get(name)
+        mine: dict[bytes, _Flight] = {}  # nobody else may join them before they are on their way
+        names = [self._tier_key(each.namespace.id, each.key) for each in objects]
+        dropped = self.tier.accounting.drops_of(names)
+        for position, (each, name) in enumerate(zip(objects, names, strict=True)):
+            target = _Target(request, position)
+            kind = self._kind(each.namespace, target.memory)
+            flight = mine.get(name) or self._flights.get(name)
             if kind is None or name in dropped:
                 request.answer(position, False)
             elif flight is not None and flight.transfer.kind is kind and flight.join(target):
                 self.counts["joined"] += 1
             else:
                 transfer = Transfer(each.key, each.namespace.id, self._epochs.of(each.namespace.id), kind, _NOTHING)
-                flight = self._flights[name] = _Flight(transfer, target)
+                flight = mine[name] = _Flight(transfer, target)
                 fresh.append(flight)
         for batch in _batches(fresh, lambda flight: flight.transfer.kind):
             call = _Load(self, batch, self._clock.now + self.deadlines.load_s)
-            if call.begin() is not None:
+            if call.begin() is None:
+                self._flights.update((flight.transfer.tier_key, flight) for flight in batch)
+            else:
                 self.counts["load_refused"] += len(batch)
                 self.landed(batch)
 
@@ -345,9 +367,10 @@ class TierObjects:
     # --- stores -------------------------------------------------------------------------------------------
     def _begin_store(self, objects: Sequence[HostObject], request: Request) -> None:
         deadline = self._clock.now + self.deadlines.store_s
-        for position, each in enumerate(objects):
-            target, name = _Target(request, position), self._tier_key(each.namespace.id, each.key)
-            kind = self._kind(each)
+        names = [self._tier_key(each.namespace.id, each.key) for each in objects]
+        for position, (each, name) in enumerate(zip(objects, names, strict=True)):
+            target = _Target(request, position)
+            kind = self._kind(each.namespace, target.memory)
             if kind is None or not self.tier.gets_stores:
                 request.answer(position, False)
             elif self.tier.accounting.knows(name):
@@ -437,12 +460,12 @@ class TierObjects:
                 self.tier.remove(names)
         request.answer(0, self.tier.is_listed)
 
-    def _kind(self, each: HostObject) -> ObjectKind | None:
+    def _kind(self, namespace: Namespace, memory: LentMemory) -> ObjectKind | None:
         """None: the tier cannot have such objects, or the buffer has another size than the namespace says."""
-        if each.view.nbytes != each.namespace.layout.nbytes:
+        if memory.nbytes != namespace.layout.nbytes:
             self.counts["wrong_size"] += 1
             return None
-        return guarded(self._no_kind, self.tier.kind, each.namespace.layout)
+        return guarded(self._no_kind, self.tier.kind, namespace.layout)
 
     def _no_kind(self, error: BaseException) -> None:
         self.counts["wrong_layout"] += 1
