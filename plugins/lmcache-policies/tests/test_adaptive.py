@@ -94,8 +94,23 @@ def test_a_change_of_order_at_every_step_keeps_every_promise() -> None:
     run_machine(made, never_evicts=False, shortest=False)
 
 
-def blocks(first: int, count: int) -> list[Any]:
-    return [SimulatedEntry(number.to_bytes(32, "big")) for number in range(first, first + count)]
+def blocks(first: int, count: int, nbytes: int = 1) -> list[Any]:
+    return [SimulatedEntry(number.to_bytes(32, "big"), nbytes) for number in range(first, first + count)]
+
+
+def walk_forward(policy: AdaptivePolicy) -> list[Any]:
+    """Requests that repeat each other, block by block from the first, until the policy is sure of the way. Returns
+    those of each request."""
+    prompt, more = blocks(0, 10), blocks(10, 10)
+    for entry in prompt:
+        policy.insert([entry])
+    for repeat in range(12):
+        policy.insert(blocks(1000 + repeat, 1))  # somebody else's request
+        for entry in prompt:
+            policy.access([entry])
+        for entry in more:
+            (policy.access if repeat else policy.insert)([entry])
+    return [*prompt, *more]
 
 
 def test_a_change_of_order_is_noted_with_its_reason_and_moves_nobody() -> None:
@@ -135,15 +150,23 @@ def test_a_walk_from_first_to_last_is_turned_round() -> None:
     """The simulator gives blocks one by one from the first; a suffix still goes before its prefix."""
     policy = AdaptivePolicy()
     policy.resize(1000)
-    prompt, more = blocks(0, 10), blocks(10, 10)
-    for entry in prompt:
-        policy.insert([entry])
-    for repeat in range(12):
-        policy.insert(blocks(1000 + repeat, 1))  # somebody else's request
-        for entry in prompt:
-            policy.access([entry])
-        for entry in more:
-            (policy.access if repeat else policy.insert)([entry])
+    walked = walk_forward(policy)
     policy.insert(blocks(2000, 1))
     named = policy.victims(1 << 40)
-    assert named.index(more[9]) < named.index(prompt[0])
+    assert named.index(walked[-1]) < named.index(walked[0])
+
+
+@pytest.mark.parametrize("name", ["lru", "lruk", "arc", "mru", "reuse"])
+def test_what_is_named_covers_the_bytes_while_a_request_is_on_its_way(name: str) -> None:
+    """Its newcomer may go before all others; if they do not suffice the rest of the request goes, and it with them."""
+    policy = AdaptivePolicy()
+    policy.resize(1000)
+    walk_forward(policy)
+    policy.remove(policy.victims(1 << 40))
+    policy.order = [order.name for order in policy.sample.orders].index(name)
+    policy.insert(blocks(2000, 3, 10))
+    for entry in blocks(3000, 6, 10):
+        policy.insert([entry])
+    named = policy.victims(70)
+    assert sum(entry.nbytes for entry in named) == 70
+    assert policy.victims(70) == named

@@ -91,6 +91,7 @@ class AdaptivePolicy(SizedPolicy):
 
     def victims(self, nbytes: int) -> list[Entry]:
         found: list[Entry] = []
+        wanted = nbytes  # of the shelf
         order = self.sample.orders[self.order]
         newcomer = self._direction.newcomer()
         if newcomer is not None and nbytes > 0:
@@ -99,10 +100,10 @@ class AdaptivePolicy(SizedPolicy):
             as_used = newcomer.policy_data.used_at(self._now + 1)
             if not found or order.score(as_used, self._now) < order.score(found[0].policy_data, self._now):
                 found[:] = [newcomer]
-                nbytes -= newcomer.nbytes
+                wanted -= newcomer.nbytes
             else:
                 found.clear()
-        missing = self._shelf.name(nbytes, order, self._now, found)
+        missing = self._shelf.name(wanted, order, self._now, found)
         if missing > 0 and self._direction.pending:  # all but the request under way is named
             self._use(self._direction.end())
             found.clear()
