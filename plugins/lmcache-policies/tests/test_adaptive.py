@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -170,3 +170,61 @@ def test_what_is_named_covers_the_bytes_while_a_request_is_on_its_way(name: str)
     named = policy.victims(70)
     assert sum(entry.nbytes for entry in named) == 70
     assert policy.victims(70) == named
+
+
+class _Counting(AdaptivePolicy):
+    """Counts one by one what its shelf keeps sums of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resize(1000)
+        self.residents: dict[Any, None] = {}
+        walk_forward(self)
+        self.remove(self.victims(1 << 40))
+
+    def insert(self, entries: Sequence[Any]) -> None:
+        super().insert(entries)
+        self.residents.update(dict.fromkeys(entries))
+
+    def remove(self, entries: Sequence[Any]) -> None:
+        super().remove(entries)
+        for entry in entries:
+            del self.residents[entry]
+
+    def check(self) -> None:
+        self.access([])  # ends the request that is on its way
+        shelf = self._shelf
+        assert shelf.count == len(self.residents)
+        assert shelf.nbytes == sum(entry.nbytes for entry in self.residents)
+        assert shelf.once_bytes == sum(entry.nbytes for entry in self.residents if not entry.policy_data.uses)
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["a resident", "a newcomer"])
+def test_what_goes_and_comes_back_within_a_request_is_counted_right(used: bool) -> None:
+    policy = _Counting()
+    first, again = blocks(2000, 1, 10) + blocks(2000, 1, 10)
+    policy.insert([first])
+    if used:
+        policy.access([])
+        policy.access([first])
+    policy.remove([first])
+    policy.insert([again])
+    policy.check()
+    policy.insert(blocks(3000, 2, 10))
+    policy.remove([again])
+    policy.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_shelf_is_counted_right_whatever_goes_within_a_request(seed: int) -> None:
+    chance, policy = random.Random(seed), _Counting()
+    for first in range(100, 600, 6):  # half of the keys were there before
+        for number in chance.choices(range(first, first + 12), k=chance.randrange(1, 12)):
+            found = next((each for each in policy.residents if each.key == number.to_bytes(32, "big")), None)
+            if found is None:
+                policy.insert(blocks(number, 1, 1 + number % 3))
+            elif chance.random() < 0.5:
+                policy.access([found])
+            else:
+                policy.remove([found])
+        policy.check()

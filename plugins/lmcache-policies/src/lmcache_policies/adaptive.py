@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache_core.policies import Entry
 from lmcache_policies.capacity import SizedPolicy
-from lmcache_policies.direction import Direction, Gone
+from lmcache_policies.direction import Direction
 from lmcache_policies.expected_reuse import ExpectedReuse
 from lmcache_policies.ghosts import GHOST_KEYS_MAX, Ghosts, fingerprint
 from lmcache_policies.orders import Shelf
@@ -76,14 +76,14 @@ class AdaptivePolicy(SizedPolicy):
             expected.use(left, past)
             if fresh:
                 shelf.add(entry)
-            elif type(entry) is not Gone:
+            else:
                 shelf.use(entry, left)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             past = entry.policy_data
-            if not self._direction.forget(entry):
-                self._shelf.drop(entry)
+            self._use(self._direction.forget(entry))
+            self._shelf.drop(entry)
             entry.policy_data = None
             self.resident_bytes -= entry.nbytes
             self._ghosts.put_fingerprint(past.number, entry.nbytes, past)
