@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lmcache_core.kernel.adoption import Found
 from lmcache_core.kernel.answers import Grant, Grants
 from lmcache_core.kernel.config import KernelConfig
-from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.kernel.contracts import Entry, EvictionPolicy
+from lmcache_core.kernel.effects import PolicyNoted
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.states import State
 from lmcache_core.kernel.tenants import OTHERS, Quota
@@ -30,9 +31,11 @@ def key(number: int) -> bytes:
 class Pool:
     """A kernel over slots of a page each, with a session that writes."""
 
-    def __init__(self, slots: int = SLOTS, *, watermark: float = 1.0) -> None:
+    def __init__(
+        self, slots: int = SLOTS, *, watermark: float = 1.0, make: Callable[[], EvictionPolicy] = LruEviction
+    ) -> None:
         config = KernelConfig(slots * PAGE_BYTES, slab_bytes=256 * PAGE_BYTES, watermark=watermark)
-        self.kernel = Kernel(config, LruEviction(), 1, LruEviction)
+        self.kernel = Kernel(config, make(), 1, make)
         self.kernel.add_memory(slots * PAGE_BYTES)
         self.kernel.register_layout(LAYOUT, PAGE_BYTES)
         self.kernel.open_session(SESSION, 0)
@@ -161,6 +164,28 @@ def test_a_large_object_finds_room_among_thousands_of_its_tenants_small_ones() -
     told = [Grant(pool.kernel.prepare_store(SESSION, 1, large, [key(9999)], 0.0).statuses[0]) for _ in range(3)]
     assert told == [Grant.QUOTA, Grant.QUOTA, Grant.GRANTED]
     assert pool.used()["a"] <= 2000
+
+
+class _Noting(LruEviction):
+    """Notes what it is asked for."""
+
+    def victims(self, nbytes: int) -> list[Entry]:
+        self.note(f"{nbytes // PAGE_BYTES} slots are to go")
+        return super().victims(nbytes)
+
+
+def test_what_a_tenants_policy_notes_is_heard_like_the_others() -> None:
+    """Whether it was made with the first quota or with a later one."""
+    pool = Pool(make=_Noting)
+    pool.limit("a", 1, slots=100)
+    pool.limit("b", 2, slots=200)
+    pool.settle()
+    pool.store(1, 100)
+    pool.store(2, 200)
+    pool.store(3, SLOTS - 300)
+    for namespace, count in ((1, 7), (2, 8), (3, 9)):
+        pool.prepare(namespace, count)
+        assert PolicyNoted(f"{count} slots are to go") in pool.kernel.take_effects(), namespace
 
 
 class _Forgets(LruEviction):
@@ -369,12 +394,7 @@ def test_no_disorder_makes_a_tenants_account_wrong(seed: int) -> None:
         made.append(_Checked())
         return made[-1]
 
-    pool = Pool(2048)
-    pool.kernel = Kernel(KernelConfig(2048 * PAGE_BYTES, slab_bytes=256 * PAGE_BYTES), make(), 1, make)
-    pool.kernel.add_memory(2048 * PAGE_BYTES)
-    pool.kernel.register_layout(LAYOUT, PAGE_BYTES)
-    pool.kernel.open_session(SESSION, 0)
-    pool.kernel.attach_session(SESSION, 0)
+    pool = Pool(2048, make=make)
     kernel, leases, clearings = pool.kernel, [], []
     owners: dict[str, set[int]] = {}
     for _ in range(400):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -94,8 +94,23 @@ def test_a_change_of_order_at_every_step_keeps_every_promise() -> None:
     run_machine(made, never_evicts=False, shortest=False)
 
 
-def blocks(first: int, count: int) -> list[Any]:
-    return [SimulatedEntry(number.to_bytes(32, "big")) for number in range(first, first + count)]
+def blocks(first: int, count: int, nbytes: int = 1) -> list[Any]:
+    return [SimulatedEntry(number.to_bytes(32, "big"), nbytes) for number in range(first, first + count)]
+
+
+def walk_forward(policy: AdaptivePolicy) -> list[Any]:
+    """Requests that repeat each other, block by block from the first, until the policy is sure of the way. Returns
+    those of each request."""
+    prompt, more = blocks(0, 10), blocks(10, 10)
+    for entry in prompt:
+        policy.insert([entry])
+    for repeat in range(12):
+        policy.insert(blocks(1000 + repeat, 1))  # somebody else's request
+        for entry in prompt:
+            policy.access([entry])
+        for entry in more:
+            (policy.access if repeat else policy.insert)([entry])
+    return [*prompt, *more]
 
 
 def test_a_change_of_order_is_noted_with_its_reason_and_moves_nobody() -> None:
@@ -135,15 +150,81 @@ def test_a_walk_from_first_to_last_is_turned_round() -> None:
     """The simulator gives blocks one by one from the first; a suffix still goes before its prefix."""
     policy = AdaptivePolicy()
     policy.resize(1000)
-    prompt, more = blocks(0, 10), blocks(10, 10)
-    for entry in prompt:
-        policy.insert([entry])
-    for repeat in range(12):
-        policy.insert(blocks(1000 + repeat, 1))  # somebody else's request
-        for entry in prompt:
-            policy.access([entry])
-        for entry in more:
-            (policy.access if repeat else policy.insert)([entry])
+    walked = walk_forward(policy)
     policy.insert(blocks(2000, 1))
     named = policy.victims(1 << 40)
-    assert named.index(more[9]) < named.index(prompt[0])
+    assert named.index(walked[-1]) < named.index(walked[0])
+
+
+@pytest.mark.parametrize("name", ["lru", "lruk", "arc", "mru", "reuse"])
+def test_what_is_named_covers_the_bytes_while_a_request_is_on_its_way(name: str) -> None:
+    """Its newcomer may go before all others; if they do not suffice the rest of the request goes, and it with them."""
+    policy = AdaptivePolicy()
+    policy.resize(1000)
+    walk_forward(policy)
+    policy.remove(policy.victims(1 << 40))
+    policy.order = [order.name for order in policy.sample.orders].index(name)
+    policy.insert(blocks(2000, 3, 10))
+    for entry in blocks(3000, 6, 10):
+        policy.insert([entry])
+    named = policy.victims(70)
+    assert sum(entry.nbytes for entry in named) == 70
+    assert policy.victims(70) == named
+
+
+class _Counting(AdaptivePolicy):
+    """Counts one by one what its shelf keeps sums of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resize(1000)
+        self.residents: dict[Any, None] = {}
+        walk_forward(self)
+        self.remove(self.victims(1 << 40))
+
+    def insert(self, entries: Sequence[Any]) -> None:
+        super().insert(entries)
+        self.residents.update(dict.fromkeys(entries))
+
+    def remove(self, entries: Sequence[Any]) -> None:
+        super().remove(entries)
+        for entry in entries:
+            del self.residents[entry]
+
+    def check(self) -> None:
+        self.access([])  # ends the request that is on its way
+        shelf = self._shelf
+        assert shelf.count == len(self.residents)
+        assert shelf.nbytes == sum(entry.nbytes for entry in self.residents)
+        assert shelf.once_bytes == sum(entry.nbytes for entry in self.residents if not entry.policy_data.uses)
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["a resident", "a newcomer"])
+def test_what_goes_and_comes_back_within_a_request_is_counted_right(used: bool) -> None:
+    policy = _Counting()
+    first, again = blocks(2000, 1, 10) + blocks(2000, 1, 10)
+    policy.insert([first])
+    if used:
+        policy.access([])
+        policy.access([first])
+    policy.remove([first])
+    policy.insert([again])
+    policy.check()
+    policy.insert(blocks(3000, 2, 10))
+    policy.remove([again])
+    policy.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_shelf_is_counted_right_whatever_goes_within_a_request(seed: int) -> None:
+    chance, policy = random.Random(seed), _Counting()
+    for first in range(100, 600, 6):  # half of the keys were there before
+        for number in chance.choices(range(first, first + 12), k=chance.randrange(1, 12)):
+            found = next((each for each in policy.residents if each.key == number.to_bytes(32, "big")), None)
+            if found is None:
+                policy.insert(blocks(number, 1, 1 + number % 3))
+            elif chance.random() < 0.5:
+                policy.access([found])
+            else:
+                policy.remove([found])
+        policy.check()

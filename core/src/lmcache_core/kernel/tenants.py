@@ -123,6 +123,8 @@ class TenantedPolicy(EvictionPolicy):
     ) -> None:
         """`make` makes a policy for one tenant; `others` is the policy that had everything so far."""
         self.make = partial(self._heard, make)
+        if others is not None:
+            self.note = others.note  # type: ignore[method-assign]  # of whoever owns both
         self._capacity_bytes = 0
         self._others = Tenant(OTHERS, self.make() if others is None else others, others_quota)
         self.evicts = self._others.policy.evicts
@@ -136,7 +138,7 @@ class TenantedPolicy(EvictionPolicy):
 
     def _heard(self, make: Callable[[], EvictionPolicy]) -> EvictionPolicy:
         policy = make()
-        policy.note = lambda text: self.note(text)  # type: ignore[method-assign]  # ours is set after this
+        policy.note = lambda text: self.note(text)  # type: ignore[method-assign]  # ours may be set after this
         return policy
 
     def status(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache_core.policies import Entry
 from lmcache_policies.capacity import SizedPolicy
-from lmcache_policies.direction import Direction, Gone
+from lmcache_policies.direction import Direction
 from lmcache_policies.expected_reuse import ExpectedReuse
 from lmcache_policies.ghosts import GHOST_KEYS_MAX, Ghosts, fingerprint
 from lmcache_policies.orders import Shelf
@@ -76,14 +76,14 @@ class AdaptivePolicy(SizedPolicy):
             expected.use(left, past)
             if fresh:
                 shelf.add(entry)
-            elif type(entry) is not Gone:
+            else:
                 shelf.use(entry, left)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             past = entry.policy_data
-            if not self._direction.forget(entry):
-                self._shelf.drop(entry)
+            self._use(self._direction.forget(entry))
+            self._shelf.drop(entry)
             entry.policy_data = None
             self.resident_bytes -= entry.nbytes
             self._ghosts.put_fingerprint(past.number, entry.nbytes, past)
@@ -91,6 +91,7 @@ class AdaptivePolicy(SizedPolicy):
 
     def victims(self, nbytes: int) -> list[Entry]:
         found: list[Entry] = []
+        wanted = nbytes  # of the shelf
         order = self.sample.orders[self.order]
         newcomer = self._direction.newcomer()
         if newcomer is not None and nbytes > 0:
@@ -99,10 +100,10 @@ class AdaptivePolicy(SizedPolicy):
             as_used = newcomer.policy_data.used_at(self._now + 1)
             if not found or order.score(as_used, self._now) < order.score(found[0].policy_data, self._now):
                 found[:] = [newcomer]
-                nbytes -= newcomer.nbytes
+                wanted -= newcomer.nbytes
             else:
                 found.clear()
-        missing = self._shelf.name(nbytes, order, self._now, found)
+        missing = self._shelf.name(wanted, order, self._now, found)
         if missing > 0 and self._direction.pending:  # all but the request under way is named
             self._use(self._direction.end())
             found.clear()

@@ -12,26 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_policies.chain import unlink
-from lmcache_policies.pasts import Past
 
 SURE_REPEATS = 8  # by which one way must lead the other
 RUN_ENTRIES_MAX = 4096  # that wait for the end of a request
 FORWARD, BACKWARD = 1, 2
 
 
-class Gone:
-    """An entry that was removed before its use was passed on."""
-
-    __slots__ = ("nbytes", "policy_data")
-
-    def __init__(self, past: Past, nbytes: int) -> None:
-        self.policy_data = past
-        self.nbytes = nbytes
-
-
 class Direction:
-    """Passes uses on. If they come forward, those of a request wait for its end, and are passed on backward. Instead
-    of an entry that was removed meanwhile, `Gone` is passed on."""
+    """Passes uses on. If they come forward, those of a request wait for its end, and are passed on backward; that of an
+    entry which is removed meanwhile does not wait any longer."""
 
     def __init__(self) -> None:
         self._lead = 0  # of repeats that went forward
@@ -88,9 +77,7 @@ class Direction:
         self._run = {}
         return uses
 
-    def forget(self, entry: Any) -> bool:
-        """It is removed. True: it was a newcomer whose use has not been passed on. Its past is, in its place."""
+    def forget(self, entry: Any) -> Sequence[tuple[Any, bool]]:
+        """It is about to be removed: its use, if that waited."""
         fresh = self._run.pop(entry, None)
-        if fresh is not None:
-            self._run[Gone(entry.policy_data, entry.nbytes)] = False
-        return fresh is True
+        return () if fresh is None else [(entry, fresh)]
