@@ -13,6 +13,7 @@ A thread without a budget waits as long as its sockets allow, and receives whate
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -173,39 +174,56 @@ def connect(host: str, port: int, deadline: float) -> BudgetSocket:
     raise failed
 
 
-_asked: dict[tuple[str, int], Future[list[Any]]] = {}  # the name service, by threads that may hang
-_asked_lock = threading.Lock()
+class _NameService:
+    """The system's name service has no time-out to be set, so it is asked by threads that may hang: one for each name,
+    however many wait for it. For any thread."""
+
+    def __init__(self) -> None:
+        self._empty()
+        os.register_at_fork(after_in_child=self._empty)  # the threads are the parent's, and the lock may be theirs
+
+    def _empty(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: dict[tuple[str, int], Future[list[Any]]] = {}
+
+    def answer(self, host: str, port: int) -> Future[list[Any]]:
+        """What `socket.getaddrinfo` will say. Raises `OSError` if it is not asked."""
+        name = (host, port)
+        with self._lock:
+            answer = self._asked.get(name)
+            if answer is None:
+                if len(self._asked) >= _NAMES_MAX:
+                    raise OSError(
+                        f"the name service owes answers for {_NAMES_MAX} names, and is not asked for {host!r}"
+                    )
+                answer = Future()
+                if started(partial(self._ask, name, answer), "name-service") is None:
+                    raise OSError(f"no thread to ask the name service for {host!r}")
+                self._asked[name] = answer
+        return answer
+
+    def _ask(self, name: tuple[str, int], answer: Future[list[Any]]) -> None:
+        try:
+            found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+        except BaseException as error:  # noqa: BLE001 - raised again in whoever waits
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)
+        with self._lock:
+            self._asked.pop(name, None)
+
+
+_name_service = _NameService()
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """The system's name service has no time-out to be set, so it is asked in a thread: one for each name, however many
-    wait for it. Raises `OSError`, and `TimeoutError` at the deadline."""
+    """Raises `OSError`, and `TimeoutError` at the deadline."""
     with contextlib.suppress(OSError, UnicodeError):  # most are no names
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    name = (host, port)
-    with _asked_lock:
-        answer = _asked.get(name)
-        if answer is None:
-            if len(_asked) >= _NAMES_MAX:
-                raise OSError(f"the name service owes answers for {_NAMES_MAX} names, and is not asked for {host!r}")
-            answer = Future()
-            if started(partial(_ask_for, name, answer), "name-service") is None:
-                raise OSError(f"no thread to ask the name service for {host!r}")
-            _asked[name] = answer
+    answer = _name_service.answer(host, port)
     try:
         return answer.result(max(0.0, min(deadline - time.monotonic(), WAIT_S_MAX)))
     except UnicodeError as error:  # a part that is empty, or too long for the name service
         raise OSError(f"{host!r} cannot be a host name") from error
     except FutureTimeoutError:
         raise TimeoutError(f"the name service did not answer for {host!r} in time") from None
-
-
-def _ask_for(name: tuple[str, int], answer: Future[list[Any]]) -> None:
-    try:
-        found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
-    except BaseException as error:  # noqa: BLE001 - raised again in whoever waits
-        answer.set_exception(error)
-    else:
-        answer.set_result(found)
-    with _asked_lock:
-        _asked.pop(name, None)
