@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import socket
 import threading
 import time
@@ -64,3 +66,54 @@ def test_a_name_service_that_hangs_costs_one_thread_and_nobody_his_deadline(monk
         assert asked == ["node.example"]
         goes_on.set()
         budget.connect("node.example", port, time.monotonic() + 30).close()
+
+
+@pytest.mark.parametrize("where", ["asked", "being asked"])
+def test_a_forked_child_asks_for_a_name_that_its_parent_was_asking_for(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The thread that asked is not the child's, and the lock may have been that of a thread of the parent."""
+    goes_on, reached, parent = threading.Event(), threading.Event(), os.getpid()
+    real_address, real_start = socket.getaddrinfo, budget.started
+
+    def hang() -> None:
+        if os.getpid() == parent:
+            reached.set()
+            goes_on.wait(30)
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> Any:
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            return real_address(host, port, **options)
+        if where == "asked":
+            hang()
+        return real_address("127.0.0.1", port, **options)
+
+    def start(*arguments: Any) -> Any:
+        if where == "being asked":
+            hang()
+        return real_start(*arguments)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(budget, "started", start)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def connect(within_s: float) -> None:
+            budget.connect("node.example", port, time.monotonic() + within_s).close()
+
+        thread = threading.Thread(target=connect, args=(30.0,), daemon=True)
+        thread.start()
+        assert reached.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # where it would wait for a lock that nobody frees
+            try:
+                connect(10.0)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        goes_on.set()
+        thread.join()
+        assert code == 0
+        connect(30.0)

@@ -11,10 +11,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ import pytest
 import redis
 
 from lmcache_core.errors import TierError
+from lmcache_peer import members
+from lmcache_peer.admission import Admission
 from lmcache_peer.directory import Directory, NodeEntry, directory_of
 from lmcache_peer.limits import DIRECTORY_TTL_S
 from lmcache_peer.messages import VERSION
@@ -294,6 +298,7 @@ def test_what_is_no_entry_is_left_alone(process: DirectoryProcess) -> None:
     directory = directory_at(process)
     directory.register(entry("a"))
     process.put("wrong", b"no entry")
+    process.put("deep", b"\x81\xa1x" + b"\x91" * 2500)  # one list in another, and so on, where a field may be
     if isinstance(process, RedisProcess):
         process.door.sadd("lmcache-peer:default:nodes", b"\xff\xfe")
     assert directory.entries() == [entry("a")]
@@ -359,6 +364,102 @@ def test_of_several_members_of_etcd_one_that_hangs_or_is_away_does_not_matter(tm
         assert directory.entries() == [entry("a")]
         directory.close()
         process.stop()
+
+
+class LyingEtcd(ThreadingHTTPServer):
+    """Answers every call with `content`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _LyingAnswer)
+        self.content, self.status = b"", 200
+        self.settings = PeerTierSettings(etcd_nodes=(f"127.0.0.1:{self.server_port}",), patience_s=0.1)
+
+
+class _LyingAnswer(BaseHTTPRequestHandler):
+    server: LyingEtcd
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        self.wfile.write(self.server.content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def liar() -> Iterator[LyingEtcd]:
+    with LyingEtcd() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+DEEP = b"[" * 100_000
+LIES = {
+    "deep": DEEP,
+    "deep in an unknown field": b'{"header": ' + DEEP,
+    "no rows": b'{"kvs": 7, "ID": "1"}',
+    "no row": b'{"kvs": [[]], "ID": "1"}',
+    "no base64": b'{"kvs": [{"key": "?", "value": "?"}], "ID": "1"}',
+    "no JSON": b"404 page not found",
+    "no text": b'{"kvs": [{"key": "\xff"}]}',
+}
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_none_of_etcds_is_an_error_of_the_directory(liar: LyingEtcd, lie: str, status: int) -> None:
+    liar.content, liar.status = LIES[lie], status
+    with contextlib.closing(directory_of(liar.settings, "peers")) as directory:
+        for call in (directory.entries, lambda: directory.register(entry("a"))):
+            with pytest.raises(TierError, match="the directory does not answer: 127"):
+                call()
+        directory.leave(entry("a"))
+
+
+def test_a_lease_that_is_no_number_and_a_time_that_is_none_are_errors_of_the_directory(liar: LyingEtcd) -> None:
+    with contextlib.closing(directory_of(liar.settings, "peers")) as directory:
+        for lie in (b"{}", b'{"ID": "soon"}'):
+            liar.content = lie
+            with pytest.raises(TierError, match="the directory does not answer"):
+                directory.register(entry("a"))
+        liar.content = b'{"ID": "1", "result": {"TTL": "10"}}'
+        directory.register(entry("a"))
+        for lie in (b'{"result": {"TTL": "soon"}}', b'{"result": {"TTL": []}}', b'{"result": 7}'):
+            liar.content = lie
+            with pytest.raises(TierError, match="the directory does not answer"):
+                directory.register(entry("a"))
+
+
+class _Odd(Directory):
+    """Fails in a way that nobody has foreseen, until it does not."""
+
+    fails = True
+
+    def entries(self) -> list[NodeEntry]:
+        if self.fails:
+            raise RecursionError("odd")
+        return [entry("a")]
+
+
+def test_nothing_that_a_directory_does_ends_the_looking_around(
+    liar: LyingEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "DIRECTORY_PERIOD_S", 0.0)
+    liar.content, odd = DEEP, _Odd()
+    etcd = directory_of(liar.settings, "peers")
+    for directory, error in ((etcd, "does not answer"), (odd, "odd")):
+        known = members.Members(liar.settings, "me", Admission(liar.settings), directory)
+        known.begin(time.monotonic() + 30)
+        until(lambda known=known, error=error: error in known.directory_error, "the error to be shown")
+        liar.content, odd.fails = b"{}", directory is etcd
+        until(lambda known=known: not known.directory_error, "it to be asked again")
+        known.close()
 
 
 def test_nodes_find_each_other_and_go_on_while_the_directory_is_away(

@@ -5,9 +5,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import ExitStack, closing
 
 import pytest
 
+from lmcache_core.protocol.hostport import HostPort
+from lmcache_core.tiers.object.format import tier_key
+from lmcache_peer import __main__ as helper
+from lmcache_peer import holders
+from lmcache_peer.admission import Admission
+from lmcache_peer.directory import directory_of
+from lmcache_peer.holders import KeyEntries
+from lmcache_peer.node import Node
+from lmcache_peer.serving import Door
+from lmcache_peer.settings import ServingSettings
 from lmcache_testing.waiting import until
 
 from .conftest import NAMESPACE, StartNode, TestNode, key
@@ -78,3 +90,36 @@ def test_without_redis_entries_find_nothing_new_and_digests_do(
     assert found == ([2] if cluster["who_has"] == "digests" else [])
     redis_process.start()
     until(lambda: b.client.lookup([key(2)], namespace=NAMESPACE, wait_s=5.0).hits, "it to be found")
+
+
+def test_a_node_that_has_more_to_tell_than_a_round_has_time_for_registers_in_between(
+    node: StartNode, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ENTRIES_AT_ONCE", 1), ("ENTRIES_ROUND_S", 0.0)):  # a round has time for one exchange
+        monkeypatch.setattr(holders, name, value)
+    for name in ("DIGEST_PERIOD_S", "DIRECTORY_PERIOD_S", "DIGEST_SHARE"):
+        monkeypatch.setattr(helper, name, 0)
+    a, numbers = node("a"), (1, 2, 3)
+    a.store(*numbers)
+    settings = ServingSettings.model_validate({**redis_process.settings, "who_has": "entries", "port": 0})
+    with ExitStack() as stack:
+        directory = stack.enter_context(closing(directory_of(settings, "peer")))
+        entries = stack.enter_context(closing(KeyEntries(settings, "peers")))
+        own = Node(a.server.parts.settings.name, a.server.parts.settings.runtime_dir, None)
+        stack.enter_context(closing(own.client))
+        door = stack.enter_context(closing(Door(HostPort("127.0.0.1", 0), "a", 7, own, Admission(settings))))
+        keeper = helper._Keeper(settings, door, directory)
+
+        def told_after_a_round() -> int:
+            redis_process.expire("a")
+            keeper._round()
+            assert redis_process.value("a") is not None, "it has registered"
+            names = [tier_key(key(each), NAMESPACE.id, 0) for each in numbers]
+            return entries.boots(names, time.monotonic() + 10).count([door.boot])
+
+        assert [told_after_a_round() for _ in range(4)] == [1, 2, 3, 3]
+        a.drop(1)
+        a.drop(2)
+        assert [told_after_a_round() for _ in range(3)] == [2, 1, 1]
+        redis_process.door.flushall()
+        assert [told_after_a_round() for _ in range(2)] == [1, 1]

@@ -27,6 +27,7 @@ from lmcache_peer.serving import Door
 from lmcache_peer.settings import ServingSettings
 
 log = logging.getLogger("lmcache_peer")
+_NO_INDEX = "this node serves nothing: its server has no index (is the C extension missing?)"
 
 
 def main() -> None:
@@ -100,20 +101,21 @@ class _Keeper:
         if began < self._digest_at:
             return
         began = time.monotonic()
-        if not self._publish():
-            raise CacheError("this node serves nothing: its server has no index (is the C extension missing?)")
-        self._digest_at = began + DIGEST_SHARE * (time.monotonic() - began)
+        if self._publish():
+            self._digest_at = began + DIGEST_SHARE * (time.monotonic() - began)
 
     def _publish(self) -> bool:
-        """What this node has, in the way of its cluster. False: there is no index."""
-        door = self._door
-        if self._entries is None:
-            return door.node.digest_into(door.digest)
+        """What this node has, in the way of its cluster. False: some of it is left for the next round."""
+        door, entries = self._door, self._entries
+        if entries is None:
+            if not door.node.digest_into(door.digest):
+                raise CacheError(_NO_INDEX)
+            return True
         names = door.node.names()
-        if names is not None:
-            door.digest.renew(door.digest.blank(), len(names))  # it has nothing in it: entries say what is there
-            self._entries.renew(names)
-        return names is not None
+        if names is None:
+            raise CacheError(_NO_INDEX)
+        door.digest.renew(door.digest.blank(), len(names))  # it has nothing in it: entries say what is there
+        return entries.renew(names)
 
     def _register(self) -> None:
         self._directory.register(self._entry)

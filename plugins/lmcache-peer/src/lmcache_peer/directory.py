@@ -58,6 +58,17 @@ class Directory(ABC):
         """Release connections."""
 
 
+_entry_decoder = msgspec.msgpack.Decoder(NodeEntry)
+
+
+def entry_of(value: bytes) -> NodeEntry | None:
+    """What stands in a directory under a node's name. None for what is another version's, or not ours."""
+    try:
+        return _entry_decoder.decode(value)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
 def another_is_registered(other: NodeEntry) -> TierError:
     """What a node is told that finds another's entry in the place of its own."""
     return TierError(f"another node is registered as {other.node}, at {other.endpoint}: set peer.node of one")
@@ -82,7 +93,6 @@ class RedisDirectory(Directory):
         self._client = Client(redis_settings(settings), AdapterContext(tier=tier))
         self._names = f"lmcache-peer:{settings.cluster}:nodes".encode()
         self._prefix = f"lmcache-peer:{settings.cluster}:node:".encode()
-        self._decoder = msgspec.msgpack.Decoder(NodeEntry)
         self._registered: NodeEntry | None = None
 
     def register(self, entry: NodeEntry) -> None:
@@ -116,7 +126,7 @@ class RedisDirectory(Directory):
         for name, value in zip(members, values, strict=True):
             if value is None:
                 gone.append(name)
-            elif (entry := self._entry_of(value)) is not None and entry.node.encode() == name:
+            elif (entry := _entry_in(value)) is not None and entry.node.encode() == name:
                 found.append(entry)
         if gone:
             self._ask([simple(b"SREM", self._names, *gone, key=self._names)])
@@ -127,19 +137,17 @@ class RedisDirectory(Directory):
 
     def _entry_at(self, key: bytes) -> NodeEntry | None:
         (value,) = self._ask([simple(b"GET", key, key=key)])
-        return self._entry_of(value)
-
-    def _entry_of(self, value: Reply) -> NodeEntry | None:
-        """None for what is another version's, or not ours."""
-        with contextlib.suppress(msgspec.MsgspecError, ValueError):
-            return self._decoder.decode(value) if isinstance(value, bytes) else None
-        return None
+        return _entry_in(value)
 
     def _key(self, node: str) -> bytes:
         return self._prefix + node.encode()
 
     def _ask(self, commands: Sequence[Command]) -> list[Reply]:
         return redis_replies(self._client, commands, time.monotonic() + DIRECTORY_CALL_S)
+
+
+def _entry_in(reply: Reply) -> NodeEntry | None:
+    return entry_of(reply) if isinstance(reply, bytes) else None
 
 
 def redis_replies(client: Client, commands: Sequence[Command], deadline: float) -> list[Reply]:

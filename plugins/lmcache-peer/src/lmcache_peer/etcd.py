@@ -7,25 +7,57 @@ HTTP with JSON are less than what the clients on PyPI bring along.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import http.client
 import json
 import ssl
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from lmcache_core.errors import SettingsError, TierError, printable
 from lmcache_core.protocol.hostport import HostPort
 from lmcache_core.tiers.budget import BudgetTlsSocket, connect, within
-from lmcache_peer.directory import Directory, NodeEntry, another_is_registered
+from lmcache_peer.directory import Directory, NodeEntry, another_is_registered, entry_of
 from lmcache_peer.limits import DIRECTORY_CALL_S, DIRECTORY_TTL_S, ENTRY_BYTES_MAX, ERROR_SHOWN_CHARS, NODES_MAX
 from lmcache_peer.settings import ClusterSettings
 
 _ANSWER_BYTES_MAX = NODES_MAX * ENTRY_BYTES_MAX
+
+
+# --- answers: bytes are base64 in them, and whole numbers may be text; what is 0 or empty is left out -----------
+class _Nothing(msgspec.Struct):
+    """That it was done."""
+
+
+class _Row(msgspec.Struct):
+    key: bytes
+    value: bytes = b""
+
+
+class _Rows(msgspec.Struct):
+    kvs: list[_Row] = []
+
+
+class _Lease(msgspec.Struct):
+    id: int = msgspec.field(name="ID")
+
+
+class _TimeLeft(msgspec.Struct):
+    ttl_s: int = msgspec.field(name="TTL", default=0)
+
+
+class _KeptAlive(msgspec.Struct):
+    result: _TimeLeft = msgspec.field(default_factory=_TimeLeft)
+
+
+class _Refusal(msgspec.Struct):
+    error: str
+
+
+A = TypeVar("A")
 
 
 class EtcdDirectory(Directory):
@@ -37,10 +69,9 @@ class EtcdDirectory(Directory):
         self._members = [HostPort.parse(each, port_min=1) for each in settings.etcd_nodes]
         self._context = _context(settings)
         self._prefix = f"lmcache-peer/{settings.cluster}/node/".encode()
-        self._decoder = msgspec.msgpack.Decoder(NodeEntry)
         self._lock = threading.Lock()
         self._connections: dict[HostPort, http.client.HTTPConnection] = {}
-        self._lease: str | None = None
+        self._lease: int | None = None
         self._registered: NodeEntry | None = None
 
     def register(self, entry: NodeEntry) -> None:
@@ -50,23 +81,22 @@ class EtcdDirectory(Directory):
         if self._registered == entry and other is not None and other.boot != entry.boot:
             raise another_is_registered(other)
         if self._lease is None or not self._kept_alive(self._lease):
-            granted = self._ask("lease/grant", {"TTL": int(DIRECTORY_TTL_S)})
-            self._lease, other = str(granted.get("ID")), None
+            self._lease, other = self._ask("lease/grant", {"TTL": int(DIRECTORY_TTL_S)}, _Lease).id, None
         if other != entry:
             value = _text(msgspec.msgpack.encode(entry))
-            self._ask("kv/put", {"key": _text(self._key(entry.node)), "value": value, "lease": self._lease})
+            query = {"key": _text(self._key(entry.node)), "value": value, "lease": str(self._lease)}
+            self._ask("kv/put", query, _Nothing)
         self._registered = entry
 
-    def _kept_alive(self, lease: str) -> bool:
+    def _kept_alive(self, lease: int) -> bool:
         """Whether it was there to be renewed: an etcd that has lost its data knows nothing of it."""
-        answer = self._ask("lease/keepalive", {"ID": lease}).get("result", {})
-        return isinstance(answer, dict) and int(answer.get("TTL", 0)) > 0
+        return self._ask("lease/keepalive", {"ID": str(lease)}, _KeptAlive).result.ttl_s > 0
 
     def leave(self, entry: NodeEntry) -> None:
         """What another node has put in the place of this entry is under that node's lease, and stays."""
         with contextlib.suppress(TierError):
             if self._lease is not None:
-                self._ask("lease/revoke", {"ID": self._lease})
+                self._ask("lease/revoke", {"ID": str(self._lease)}, _Nothing)
         self._lease = self._registered = None
 
     def entries(self) -> list[NodeEntry]:
@@ -85,19 +115,13 @@ class EtcdDirectory(Directory):
     def _range(self, key: bytes, end: bytes = b"") -> list[NodeEntry]:
         """What is no entry, or stands under another's name, is skipped."""
         query: dict[str, Any] = {"key": _text(key), "limit": NODES_MAX}
-        answer = self._ask("kv/range", query | ({"range_end": _text(end)} if end else {}))
-        found = []
-        rows = answer.get("kvs", [])
-        for row in rows if isinstance(rows, list) else []:
-            with contextlib.suppress(msgspec.MsgspecError, ValueError, KeyError, TypeError, binascii.Error):
-                entry = self._decoder.decode(base64.b64decode(row["value"]))
-                if self._key(entry.node) == base64.b64decode(row["key"]):
-                    found.append(entry)
-        return found
+        rows = self._ask("kv/range", query | ({"range_end": _text(end)} if end else {}), _Rows).kvs
+        found = [(row.key, entry_of(row.value)) for row in rows]
+        return [entry for key, entry in found if entry is not None and self._key(entry.node) == key]
 
     # --- calls ----------------------------------------------------------------------------------------------
-    def _ask(self, what: str, query: dict[str, Any]) -> dict[str, Any]:
-        """The first answer that a member gives; each has its part of the time."""
+    def _ask(self, what: str, query: dict[str, Any], kind: type[A]) -> A:
+        """The first answer that a member gives; each has its part of the time. Raises `TierError`."""
         deadline, body = time.monotonic() + DIRECTORY_CALL_S, json.dumps(query).encode()
         why = "no member was asked"
         with self._lock:
@@ -105,7 +129,7 @@ class EtcdDirectory(Directory):
                 share = (deadline - time.monotonic()) / (len(self._members) - number)
                 try:
                     with within(time.monotonic() + share, _ANSWER_BYTES_MAX):
-                        answer = self._answer(member, what, body, time.monotonic() + share)
+                        answer = self._answer(member, what, body, kind, time.monotonic() + share)
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     why = f"{member}: {str(error) or type(error).__name__}"
                     self._drop(member)
@@ -115,14 +139,11 @@ class EtcdDirectory(Directory):
                     return answer
         raise TierError(f"the directory does not answer: {printable(why[:ERROR_SHOWN_CHARS])}")
 
-    def _answer(self, member: HostPort, what: str, body: bytes, deadline: float) -> dict[str, Any]:
+    def _answer(self, member: HostPort, what: str, body: bytes, kind: type[A], deadline: float) -> A:
         status, content = self._exchange(member, what, body, deadline)
-        answer = json.loads(content)
-        if not isinstance(answer, dict):
-            raise ValueError(f"{what} was answered with {type(answer).__name__}")
         if status != http.client.OK and what != "lease/revoke":  # there may be nothing left to revoke
-            raise OSError(f"{what} was answered with status {status}: {answer.get('error', '')}")
-        return answer
+            raise OSError(f"{what} was answered with status {status}: {_refusal(content)}")
+        return _decoded(content, kind)
 
     def _exchange(self, member: HostPort, what: str, body: bytes, deadline: float) -> tuple[int, bytes]:
         """A connection that was idle may have ended long ago: then once more, over a new one."""
@@ -146,11 +167,6 @@ class EtcdDirectory(Directory):
     def _drop(self, member: HostPort) -> None:
         if (connection := self._connections.pop(member, None)) is not None:
             connection.close()
-
-
-_MAY_BE_GONE = frozenset(
-    {"lease/keepalive", "lease/revoke"}
-)  # a lease that is not there: no answer to lose a member by
 
 
 class _Connection(http.client.HTTPConnection):
@@ -183,6 +199,21 @@ def _context(settings: ClusterSettings) -> ssl.SSLContext | None:
         raise SettingsError(f"etcd_ca_file, etcd_cert_file, etcd_key_file: {error.strerror or error}") from error
     context.sslsocket_class = BudgetTlsSocket
     return context
+
+
+def _decoded(content: bytes, kind: type[A]) -> A:
+    """Raises `ValueError`."""
+    try:
+        return msgspec.json.decode(content, type=kind, strict=False)
+    except RecursionError:
+        raise ValueError("an answer is nested too deeply") from None
+
+
+def _refusal(content: bytes) -> str:
+    """Why. What is not etcd's is shown as it is."""
+    with contextlib.suppress(ValueError):
+        return _decoded(content, _Refusal).error
+    return content.decode(errors="replace")
 
 
 def _text(content: bytes) -> str:

@@ -16,7 +16,7 @@ from lmcache_core.tiers.contract import AdapterContext
 from lmcache_peer.client import Peer
 from lmcache_peer.digest import NAME_BYTES, place_of
 from lmcache_peer.directory import redis_replies, redis_settings
-from lmcache_peer.limits import DIRECTORY_CALL_S, ENTRIES_AT_ONCE, ENTRIES_TTL_S
+from lmcache_peer.limits import DIRECTORY_CALL_S, ENTRIES_AT_ONCE, ENTRIES_ROUND_S, ENTRIES_TTL_S
 from lmcache_peer.settings import ClusterSettings
 from lmcache_redis.client import Client
 from lmcache_redis.transport.commands import Command, simple
@@ -103,28 +103,38 @@ class KeyEntries:
 
 
 class PublishedEntries:
-    """A node's own entries: what has come and gone is told once a round, and all of it again before it expires."""
+    """A node's own entries: what has come and gone is told once a round, and all of it again before it expires.
+    What is more than a round has time for waits for the next."""
 
     def __init__(self, settings: ClusterSettings, boot: int) -> None:
         self._entries, self._boot = KeyEntries(settings, "peer"), boot
         self._told: dict[bytes, float] = {}  # until when to tell it again, monotonic
 
-    def renew(self, names: set[bytes]) -> None:
-        """This is what the index has now. Raises `TierError` if Redis is away: the next round goes on with the rest."""
+    def renew(self, names: set[bytes]) -> bool:
+        """This is what the index has now. False: the round's time was over, and the next one goes on with the rest.
+        Raises `TierError` if Redis is away: so it does then."""
         now = time.monotonic()
         if not self._entries.still_knows(self._boot, now + DIRECTORY_CALL_S):
             self._told.clear()
         gone = [name for name in self._told if name not in names]
         wanted = [name for name in names if self._told.get(name, 0.0) <= now]
-        for first in range(0, len(gone), ENTRIES_AT_ONCE):
-            some = gone[first : first + ENTRIES_AT_ONCE]
-            self._entries.remove(some, self._boot, time.monotonic() + DIRECTORY_CALL_S)
-            for name in some:
-                del self._told[name]
-        for first in range(0, len(wanted), ENTRIES_AT_ONCE):
-            some = wanted[first : first + ENTRIES_AT_ONCE]
-            self._entries.add(some, self._boot, time.monotonic() + DIRECTORY_CALL_S)
-            self._told.update(dict.fromkeys(some, now + ENTRIES_TTL_S / 3))
+        exchanges = [(self._take_back, gone[at : at + ENTRIES_AT_ONCE]) for at in range(0, len(gone), ENTRIES_AT_ONCE)]
+        exchanges += [(self._tell, wanted[at : at + ENTRIES_AT_ONCE]) for at in range(0, len(wanted), ENTRIES_AT_ONCE)]
+        for number, (exchange, some) in enumerate(exchanges):
+            if number and time.monotonic() >= now + ENTRIES_ROUND_S:  # one at least, however long the rest took
+                return False
+            exchange(some)
+        return True
+
+    def _take_back(self, names: list[bytes]) -> None:
+        self._entries.remove(names, self._boot, time.monotonic() + DIRECTORY_CALL_S)
+        for name in names:
+            del self._told[name]
+
+    def _tell(self, names: list[bytes]) -> None:
+        now = time.monotonic()
+        self._entries.add(names, self._boot, now + DIRECTORY_CALL_S)
+        self._told.update(dict.fromkeys(names, now + ENTRIES_TTL_S / 3))
 
     def close(self) -> None:
         """What is left counts no more once the node's own entry is gone, and expires."""

@@ -35,6 +35,7 @@ DIRECTORY_TTL_S = 10.0  # of a node's entry
 DIRECTORY_PERIOD_S = 3.0  # three tries within it
 DIRECTORY_CALL_S = 2.0
 ENTRIES_AT_ONCE = 256  # keys in one exchange with Redis
+ENTRIES_ROUND_S = 1.0  # of telling Redis, in one round of the thread that registers its node and lets locks expire
 ENTRIES_TTL_S = 600.0  # of a key's entry; told again after a third of it, so what a dead node left goes by itself
 DIGEST_PERIOD_S = 1.0
 PULL_SHARE = 5  # bringing one peer's digest takes at most a fifth of a thread: a slow one is asked less often

@@ -79,6 +79,10 @@ class Members:
         except (CacheError, OSError, ValueError) as error:
             self.directory_error = str(error)
             return
+        except Exception as error:
+            log.exception("the directory cannot be read")
+            self.directory_error = repr(error)
+            return
         self.directory_error = ""
         wanted = {entry: None for entry in entries if self._is_asked(entry)}
         self.refused = sum(entry.node != self._own_name for entry in entries) - len(wanted)
