@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 
+from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, SettingsError
 from lmcache_core.native import native
@@ -122,6 +123,18 @@ def test_a_new_worker_does_not_pass_for_the_former_one_whose_row_is_free_again(
         with second.connect() as third:  # and its own row is still its own
             third.ping()
         assert other.store(KEYS, SOURCES, namespace=NAMESPACE).stored == len(KEYS)
+
+
+def test_who_only_looks_has_a_link_to_the_next_server_before_its_next_call(serve: Callable[..., Server]) -> None:
+    first = serve()
+    client = Client.connect(first.parts.settings.name, runtime_dir=first.parts.settings.runtime_dir)
+    assert client.store(KEYS, SOURCES, namespace=NAMESPACE).stored == len(KEYS)
+    assert client.look()
+    first.stop()
+    until(lambda: not client.look(), "the loss")
+    serve()
+    until(client.look, "the next server")
+    client.close()
 
 
 def test_a_pool_that_a_hung_lane_may_write_to_is_not_kept_and_the_log_says_so(

@@ -22,7 +22,7 @@ NAMESPACES_SHOWN = 8
 _IMPORT = "import lmcache_core_vllm; lmcache_core_vllm.LMCacheCoreConnector"
 # For each of the server's reasons for misses: what it means for an engine, and what to do.
 REASONS = {
-    "never_stored": ("no engine of the same namespace has computed them", ""),
+    "never_stored": ("no engine of the same namespace had stored them by then; a save that was given up is none", ""),
     "behind_a_miss": ("they follow a block that is not there", ""),
     "evicted": ("the pool is too small for the traffic", "give the server a larger l1.size_bytes, or a tier"),
     "no_room": ("the pool was full of what is in use", "give the server a larger l1.size_bytes"),
@@ -33,7 +33,10 @@ REASONS = {
     "damaged": ("they were damaged, and have been dropped", "check for failing memory or disks"),
     "writer_died": ("an engine ended while it stored them", ""),
     "being_written": ("an engine is storing them", ""),
-    "not_asked": ("the index had no such block, and the server did not answer", "see lookup_timeouts of the engine"),
+    "not_asked": (
+        "the index had no such block, and the server was not asked, or did not answer in time",
+        "requests with kv_load_tiers of [] ask nobody; else see lookup_timeouts of the engine",
+    ),
     "other_layout": (
         "they were stored with another block size",
         "start the engines with the same vLLM, model and options",
@@ -103,6 +106,10 @@ def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     lookups = status["traffic"]["lookups"]
     yield from _namespaces(status["traffic"]["namespaces"], status["namespaces"], lookups["prompts"])
     yield from _misses(lookups)
+    given_up = status["traffic"].get("dropped_stores", 0)  # a server of another version has none
+    if given_up:
+        cure = "raise step_wait_s of the connector, or give the server a core"
+        yield Finding(True, "saves", f"{given_up:,} objects were given up, since the server was slow to answer", cure)
 
 
 def _engines(status: Mapping[str, Any]) -> Finding:

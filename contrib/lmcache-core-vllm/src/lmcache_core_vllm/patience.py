@@ -1,4 +1,4 @@
-"""How long to pause after the server did not answer in time."""
+"""How long to wait for the server, and to pause after it did not answer in time."""
 
 from __future__ import annotations
 
@@ -30,3 +30,25 @@ class Patience:
         if not self.over:
             self._pause_s = min(self._longest_s, max(FIRST_PAUSE_S, 2 * self._pause_s))
             self._until = self._clock() + self._pause_s
+
+
+class Allowance:
+    """Seconds that may be spent waiting: `most_s` at first, and again at `share` seconds a second."""
+
+    def __init__(self, most_s: float, share: float, clock: Callable[[], float]) -> None:
+        self._most_s = self._left_s = most_s
+        self._share = share
+        self._clock = clock
+        self._at_s = clock()
+
+    @property
+    def left_s(self) -> float:
+        """What may be spent now."""
+        now = self._clock()
+        self._left_s = min(self._most_s, self._left_s + self._share * (now - self._at_s))
+        self._at_s = now
+        return max(0.0, self._left_s)
+
+    def spend(self, seconds: float) -> None:
+        """So much was spent, perhaps more than was left."""
+        self._left_s -= seconds

@@ -23,7 +23,7 @@ from lmcache_core_vllm.arrivals import Arrivals
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
-from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.patience import Allowance, Patience
 from lmcache_core_vllm.shards import Part
 from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
@@ -36,7 +36,8 @@ Job = TypeVar("Job", RetrieveJob, StoreJob)
 NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
-FIRST_SAVE_WAIT_S = 0.25  # once: a server and an engine that have just started take longer than later ones
+SAVE_WAIT_S = 0.25  # an answer that takes this long now and then, as at a start, must not cost a prompt
+SAVE_WAIT_SHARE = 0.01  # of the time, beyond which saves wait only `step_wait_s`
 DELIVERY_WAIT_S = 0.25  # another engine waits for these blocks, and would wait much longer in vain
 
 
@@ -106,7 +107,7 @@ class WorkerSide:
         self._unsound = False  # some step was not computed to its end
         self._knows_weights = True
         self._why_not_stored = ""
-        self._save_wait_s = max(FIRST_SAVE_WAIT_S, config.step_wait_s)  # the next save's
+        self._save_waits = Allowance(SAVE_WAIT_S, SAVE_WAIT_SHARE, clock)
         self._patience = Patience(config.retry_s, clock)
         self._cpu_clock = cpu_clock
         self._share = CpuShare(config.store_cpu_share, clock)
@@ -177,6 +178,7 @@ class WorkerSide:
             self._unsound = True
             self.end_step_loads(step)
         self._step_number, self._step_is_open = step.number, True
+        self._client.look()  # after a restart of the server, the link is there when this step's blocks are saved
         weights = step.weights
         shards = self.shards if weights is None else [each.computing_with(weights) for each in self.shards]
         known = self._path if step.weights is None else step.weights.path
@@ -372,7 +374,7 @@ class WorkerSide:
             self._share.charge((self._cpu_clock() - began_s) * self._threads_that_copy(step))
 
     def _store(self, step: Step, count: int) -> None:
-        wait_s, self._save_wait_s = self._save_wait_s, self._config.step_wait_s
+        wait_s = max(self._config.step_wait_s, self._save_waits.left_s)
         if step.delivers:
             wait_s = max(wait_s, DELIVERY_WAIT_S)
         try:
@@ -385,6 +387,7 @@ class WorkerSide:
             self._drop(count)
             self._patience.waited_in_vain()
             return
+        self._save_waits.spend(job.waited_s)
         entries_bytes = [shard.groups[each.group].block_bytes for each, shard in product(step.saves, self.shards)]
         self.saving.append(_Saving(job, entries_bytes))
         self.hear_saves()

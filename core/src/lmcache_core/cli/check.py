@@ -89,10 +89,11 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
             "settings", error, "correct it where it is set: lmcache-core check --help lists all settings"
         )
         return
-    yield Finding(True, "settings", f"valid: server {settings.name!r}, tiers: {', '.join(settings.l2) or 'none'}")
     if arguments.engine:
+        yield Finding(True, "settings", f"those of this command are valid: it looks for the server {settings.name!r}")
         yield from _engine(registry, arguments.engine, settings)
         return
+    yield Finding(True, "settings", f"valid: server {settings.name!r}, tiers: {', '.join(settings.l2) or 'none'}")
     yield from _components(registry, settings)
     running = _running(settings)
     if running is not None:

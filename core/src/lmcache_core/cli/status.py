@@ -96,7 +96,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     stored, evicted = status["counters"].get("stored_objects", 0), l1["counters"]["evictions"]
     order = l1.get("policy", {}).get("order")  # what a policy of several orders follows now
     by = l1["eviction_policy"] if order is None else f"{l1['eviction_policy']}, now as {order}"
-    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}"
+    given_up = status["traffic"].get("dropped_stores", 0)  # a server of another version has none
+    lost = f"; {given_up:,} given up by clients, as the server was slow" if given_up else ""
+    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}{lost}"
     yield (
         "clients",
         f"{status['sessions_connected']:,} connected, {status['deaths']:,} died; leases: {leases['write']:,} write, "

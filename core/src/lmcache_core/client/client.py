@@ -152,6 +152,12 @@ class Client:
         link = self.links.look()
         return link is not None and link.wants_blocks and not link.channel.lost
 
+    def look(self) -> bool:
+        """Whether a server is there. If none is, this takes the next step towards one, and waits for nothing: who looks
+        now and then has a link when a call cannot wait for one. Makes no call."""
+        link = self.links.look()
+        return link is not None and not link.channel.lost
+
     @property
     def published(self) -> int | None:
         """A number that changes whenever the server has published objects in the pool's index, for `wait_published`.

@@ -335,7 +335,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "index_lookup_seconds_total",
         "counter",
-        "seconds that workers spent in the index",
+        "seconds that workers spent in the index, by samples; 0 for engines whose lookup and read are one call",
         (),
         _value("traffic.lookups.seconds_by_index"),
     ),
@@ -354,7 +354,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "index_read_seconds_total",
         "counter",
-        "seconds that workers spent copying objects found in the index",
+        "seconds that workers spent copying objects found in the index, by samples; not of pages",
         (),
         _value("traffic.retrieves.seconds_by_index"),
     ),
@@ -403,7 +403,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "dropped_stores_total",
         "counter",
-        "objects that engines gave up storing, since the server was slow or away",
+        "objects that engines gave up storing, since the server was slow",
         (),
         _value("traffic.dropped_stores"),
     ),

@@ -724,7 +724,8 @@ def _over(work: Any) -> bool:
 
 
 class StoreJob(PagesJob):
-    """From pages to slots. Everything is copied when this is built; the commits are pending."""
+    """From pages to slots. Everything is copied when this is built; the commits are pending. `waited_s`: how long that
+    had to wait for the server's answers."""
 
     _gather = True
 
@@ -753,6 +754,7 @@ class StoreJob(PagesJob):
 
     def _hear(self) -> None:
         """Take all answers, or those that arrive in time."""
+        began_s = time.monotonic()
         for frame in self._frames:
             while not frame.get_on(patient=self._until is None):
                 left = _SLICE_S if self._until is None else self._until - time.monotonic()
@@ -762,6 +764,7 @@ class StoreJob(PagesJob):
                     frame.wait(min(left, _SLICE_S))
             self._note_ungranted(frame)
         self._until = None  # what is copied is stored, however long the confirmation takes
+        self.waited_s = time.monotonic() - began_s
 
     def _copy(self) -> None:
         granted = [frame for frame in self._frames if frame.lease.granted]
