@@ -112,7 +112,7 @@ def test_a_node_that_has_more_to_tell_than_a_round_has_time_for_registers_in_bet
 
         def told_after_a_round() -> int:
             redis_process.expire("a")
-            keeper._round()
+            keeper.round()
             assert redis_process.value("a") is not None, "it has registered"
             names = [tier_key(key(each), NAMESPACE.id, 0) for each in numbers]
             return entries.boots(names, time.monotonic() + 10).count([door.boot])

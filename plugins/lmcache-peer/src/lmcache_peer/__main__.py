@@ -77,14 +77,15 @@ class _Keeper:
         """Until SIGTERM; then the entry goes, and others ask nothing any more."""
         try:
             while True:
-                self._round()
+                self.round()
                 time.sleep(max(0.02, min(self._register_at, self._server_at) - time.monotonic()))
         finally:
             self._directory.leave(self._entry)
             if self._entries is not None:
                 self._entries.close()
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        """What is due now."""
         self._door.locks.expire()
         if time.monotonic() >= self._server_at:
             self._server_at = time.monotonic() + DIGEST_PERIOD_S
