@@ -31,7 +31,12 @@ from .conftest import locks_of
 NBYTES = 4096
 SPACE = Namespace("asynchronous", Layout("uint8", (NBYTES,)))
 KEYS = [bytes([number]) * 32 for number in range(8)]
-AT_ONCE = {"lookup_nowait", "lookup_many_nowait", "companions", "look"}  # of Client, what never waits and is called there
+AT_ONCE = {
+    "lookup_nowait",
+    "lookup_many_nowait",
+    "companions",
+    "look",
+}  # of Client, what never waits and is called there
 
 
 def content(key: bytes) -> bytes:

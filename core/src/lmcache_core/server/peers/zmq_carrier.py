@@ -172,7 +172,10 @@ class ZmqCarrier:
             fd, stranger = first.get(zmq.SRCFD), _origin(first) != peer.origin  # routing ids are chosen by the peers
             there = self._door.connection(fd)
             if not stranger and (there is None or there is not peer.connection):
-                self._look()  # it has come, or come back
+                while (
+                    not self._look() and self._door.connection(fd) is there
+                ):  # it has come, or come back, behind others
+                    pass
                 peer.fd, peer.connection = fd, self._door.connection(fd)
                 if peer.session is not None:
                     self._door.proven(fd, peer.origin)
