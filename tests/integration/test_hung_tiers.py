@@ -49,3 +49,20 @@ def test_a_tier_that_hangs_holds_up_neither_stores_nor_the_end(node: Node, tmp_p
     until(goes_on)
     server.signal(signal.SIGTERM)
     assert server.popen.wait(60) == 0, "long before it has drained"
+
+
+def test_a_second_signal_ends_the_drain(node: Node) -> None:
+    """Half a second after the first one: one that follows at once may be the same Ctrl-C, passed on by a wrapper."""
+    slow = ["--l2.slow.type", "mock", "--l2.slow.bandwidth_bytes_s", "1024", "--l2.slow.deadline_s", "600"]
+    server = node.serve(*slow, "--drain_s", "600")
+    client = node.client()
+    keys = [node.key(number) for number in range(8)]
+    assert client.store(keys, [node.payload(0)] * 8, namespace=node.namespace).stored == 8
+    client.close()
+
+    def ended() -> bool:
+        server.signal(signal.SIGTERM)
+        return server.popen.poll() is not None
+
+    until(ended)
+    assert server.popen.returncode == 0

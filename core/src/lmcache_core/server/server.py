@@ -114,7 +114,10 @@ class Server:
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
         with contextlib.ExitStack() as stack:
-            (signals or stack.enter_context(EndSignals())).tell(lambda: self.parts.loop.call(self.begin_drain))
+            loop = self.parts.loop
+            (signals or stack.enter_context(EndSignals())).tell(
+                lambda: loop.call(self.begin_drain), lambda: loop.call(self.end_drain)
+            )
             with on_failure(self._close):
                 self._started()
                 if on_ready is not None:
@@ -317,6 +320,12 @@ class Server:
                 ("telling the plugins", parts.registry.hook.lmcache_stopping),
                 ("draining the tiers", self._drain_tiers),
             )
+
+    def end_drain(self) -> None:
+        """What is not on the tiers by now stays behind."""
+        if self.drain_until_s is not None and self.drain_until_s > self.parts.clock.now:
+            log.warning("%r was asked to end again: it waits for no tier any more", self.parts.settings.name)
+            self.drain_until_s = self.parts.clock.now
 
     def _started(self) -> None:
         parts = self.parts

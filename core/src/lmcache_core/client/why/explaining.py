@@ -36,7 +36,7 @@ _SENTENCES = {
     Reason.DROPPED: "removed from the pool {age} by the store policy, or after a temporary load",
     Reason.WRITER_DIED: "its writer{who} died before the commit {age}",
     Reason.BEING_WRITTEN: "it is being written now",
-    Reason.NO_ROOM: "refused {age}: the pool was full and nothing could be evicted",
+    Reason.NO_ROOM: "refused {age}: the pool was full and nothing could be evicted, or the object is too large for it",
     Reason.OTHER_LAYOUT: "the pool has it with another layout than this session registered",
     Reason.ABORTED: "its writer{who} gave up {age}",
     Reason.UNVERIFIABLE: "its reader wants all objects verified, but it has no checksum",

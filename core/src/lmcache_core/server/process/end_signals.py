@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -11,6 +12,7 @@ from typing import Any, Self
 log = logging.getLogger(__name__)
 
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+AT_ONCE_S = 0.5
 STAYS = (signal.SIGUSR1, signal.SIGUSR2)  # whose default would be an end without a drain
 
 
@@ -19,26 +21,36 @@ class EndSignals:
     this process was started with as ignored stays ignored: SIGHUP under nohup, SIGINT in the background of a shell.
 
     A start that is interrupted half way would leave its pool and its sockets behind, so a signal that comes before the
-    server exists is kept until it does. A second one meanwhile interrupts the start, which may hang.
+    server exists is kept until it does. A second one meanwhile interrupts the start, which may hang; one during the
+    drain ends that.
     """
 
     def __init__(self) -> None:
         self._came = False
         self._before: dict[signal.Signals, Any] = {}
+        self._came_s = 0.0
         self._end: Callable[[], None] | None = None
+        self._end_now: Callable[[], None] | None = None
 
-    def tell(self, end: Callable[[], None]) -> None:
-        """Call `end` whenever a signal comes, and at once if one has come. It runs inside a signal handler."""
-        self._end = end
+    def tell(self, end: Callable[[], None], end_now: Callable[[], None]) -> None:
+        """Call `end` when a signal comes, and at once if one has come; `end_now` when somebody asks again. They run
+        inside a signal handler. One that follows at once is no second wish: service managers send SIGHUP after SIGTERM,
+        and a terminal's Ctrl-C comes twice through programs that pass it on."""
+        self._end, self._end_now = end, end_now
         if self._came:
             end()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again, self._came = self._came, True
-        if self._end is not None:
+        if self._end is None or self._end_now is None:
+            if again:
+                raise KeyboardInterrupt
+        elif not again:
             self._end()
-        elif again:
-            raise KeyboardInterrupt
+        elif number != signal.SIGHUP and time.monotonic() >= self._came_s + AT_ONCE_S:
+            self._end_now()
+        if not again:
+            self._came_s = time.monotonic()
 
     def _stay(self, number: int, frame: FrameType | None) -> None:
         log.info("%s does nothing here; SIGTERM ends the server", signal.Signals(number).name)
