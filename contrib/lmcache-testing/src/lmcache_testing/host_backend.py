@@ -109,30 +109,31 @@ class HostBackendContract:
     # --- values -------------------------------------------------------------------------------------------
     def test_what_was_stored_comes_back(self, backend: HostBackend) -> None:
         objects = {key(number): content(number) for number in range(8)}
-        assert backend.store(objects)
-        assert backend.load(list(objects)) == list(objects.values())
+        _store(backend, objects)
+        _loads(backend, objects)
 
     def test_exists_and_load_agree(self, backend: HostBackend) -> None:
-        assert backend.store({key(1): content(1)})
-        assert backend.exists([key(1), key(2)]) == [True, False]
-        assert backend.load([key(1), key(2)]) == [content(1), None]
+        _store(backend, {key(1): content(1)})
+        _exist(backend, {key(1): True, key(2): False})
+        _loads(backend, {key(1): content(1), key(2): None})
 
     def test_a_batch_with_a_missing_object_gives_the_others(self, backend: HostBackend) -> None:
-        assert backend.store({key(number): content(number) for number in (0, 2)})
-        assert backend.load([key(0), key(1), key(2)]) == [content(0), None, content(2)]
+        _store(backend, {key(number): content(number) for number in (0, 2)})
+        _loads(backend, {key(0): content(0), key(1): None, key(2): content(2)})
 
     def test_a_second_store_of_a_key_does_no_harm(self, backend: HostBackend) -> None:
-        assert backend.store({key(1): content(1)})
-        assert backend.store({key(1): content(1)})
-        assert backend.load([key(1)]) == [content(1)]
+        _store(backend, {key(1): content(1)})
+        _store(backend, {key(1): content(1)})
+        _loads(backend, {key(1): content(1)})
 
     # --- other handles ------------------------------------------------------------------------------------
     def test_the_next_process_finds_it(self, open_backend: OpenBackend) -> None:
         first = open_backend()
-        assert first.store({key(1): content(1)})
+        _store(first, {key(1): content(1)})
         first.close()
         second = open_backend()
-        assert (second.exists([key(1)]), second.load([key(1)])) == ([True], [content(1)])
+        _exist(second, {key(1): True})
+        _loads(second, {key(1): content(1)})
         second.close()
 
     @pytest.mark.parametrize(
@@ -140,8 +141,8 @@ class HostBackendContract:
     )
     def test_two_models_never_share_an_object(self, open_backend: OpenBackend, one: str, other: str) -> None:
         first, second = open_backend(model=one), open_backend(model=other)
-        assert first.store({key(1): content(1)})
-        assert second.load([key(1)]) == [None]
+        _store(first, {key(1): content(1)})
+        _loads(second, {key(1): None})
         first.close()
         second.close()
 
@@ -150,7 +151,7 @@ class HostBackendContract:
         if files is None:
             pytest.skip("not judged: a fixture 'files' unlocks it")
         before = set(files())
-        assert backend.store({key(number): content(number)})
+        _store(backend, {key(number): content(number)})
         (made,) = until(lambda: set(files()) - before, "the object's file")
         return made
 
@@ -159,22 +160,22 @@ class HostBackendContract:
         held = bytearray(path.read_bytes())
         held[len(held) // 2] ^= 1
         path.write_bytes(held)
-        assert backend.load([key(1)]) == [None]
+        _loads(backend, {key(1): None})
 
     def test_the_bytes_of_another_object_are_not_served(self, backend: HostBackend, files: Files | None) -> None:
         path, other = self._one_file(backend, files), self._one_file(backend, files, 2)
         path.write_bytes(other.read_bytes())
-        assert backend.load([key(1)]) == [None]
+        _loads(backend, {key(1): None})
 
     def test_a_file_that_is_too_long_is_not_served(self, backend: HostBackend, files: Files | None) -> None:
         path = self._one_file(backend, files)
         path.write_bytes(os.urandom(4096) + path.read_bytes())
-        assert backend.load([key(1)]) == [None]
+        _loads(backend, {key(1): None})
 
     def test_a_cut_file_is_a_miss_and_no_exception(self, backend: HostBackend, files: Files | None) -> None:
         path = self._one_file(backend, files)
         path.write_bytes(path.read_bytes()[:-4096])
-        assert backend.load([key(1)]) == [None]
+        _loads(backend, {key(1): None})
 
     def test_a_damaged_object_is_replaced_by_the_next_store(self, backend: HostBackend, files: Files | None) -> None:
         path = self._one_file(backend, files)
@@ -182,7 +183,7 @@ class HostBackendContract:
         with contextlib.suppress(Exception):  # another claim is about that
             backend.load([key(1)])
         backend.store({key(1): content(1)})
-        assert backend.load([key(1)]) == [content(1)]
+        _loads(backend, {key(1): content(1)})
 
     # --- many at once -------------------------------------------------------------------------------------
     def test_stores_of_one_key_at_once_do_not_mix(self, open_backend: OpenBackend) -> None:
@@ -202,7 +203,9 @@ class HostBackendContract:
             (found,) = handles[0].load([key(number)])
             for handle in handles:
                 handle.close()
-            assert found is None or found in wanted
+            assert found is None or found in wanted, (
+                f"two stores of key {number} at once gave {_words(found)}, of neither"
+            )
 
     def test_many_threads_get_their_own_bytes(self, backend: HostBackend) -> None:
         wrong: list[int] = []
@@ -219,7 +222,7 @@ class HostBackendContract:
             each.start()
         for each in threads:
             each.join()
-        assert not wrong
+        assert not wrong, f"other bytes than were stored came back for the keys {wrong}"
 
     def test_descriptors_do_not_pile_up(self, backend: HostBackend) -> None:
         def open_now() -> int:
@@ -232,7 +235,28 @@ class HostBackendContract:
         for number in range(60):
             backend.store({key(number): content(number)})
             backend.load([key(number), key(1000 + number)])
-        assert open_now() <= before + 2
+        now = open_now()
+        assert now <= before + 2, f"{now - before} more descriptors are open after 60 stores and loads"
+
+
+def _store(backend: HostBackend, objects: Mapping[bytes, bytes]) -> None:
+    assert backend.store(objects), f"the store of {len(objects)} objects was refused"
+
+
+def _exist(backend: HostBackend, expected: Mapping[bytes, bool]) -> None:
+    found = backend.exists(list(expected))
+    assert found == list(expected.values()), f"exists answered {found}, and {list(expected.values())} is true"
+
+
+def _loads(backend: HostBackend, expected: Mapping[bytes, bytes | None]) -> None:
+    found = backend.load(list(expected))
+    wanted = list(expected.values())
+    seen, true = ", ".join(map(_words, found)), ", ".join(map(_words, wanted))
+    assert found == wanted, f"load gave {seen}, and {true} is right; the bytes differ where the lengths do not"
+
+
+def _words(found: bytes | None) -> str:
+    return "a miss" if found is None else f"{len(found):,} bytes"
 
 
 def _store_together(together: threading.Barrier, backend: HostBackend, objects: Mapping[bytes, bytes]) -> None:
