@@ -226,7 +226,7 @@ Claim("crash", "kill -9 for workers and servers, at every step of what they do."
     "tests/crash", over="fs mock", native="require"
 )
 Claim("deploy", "The systemd unit, the manifests, and server and engines in namespaces, as containers are.").by_tests(
-    "contrib/deploy", "tests/containers", over="fs http redis", groups=("test", "deploy")
+    "contrib/deploy", "tests/containers", over="fs http peer redis", groups=("test", "deploy")
 )
 Claim("docs", "What the docs say is so: examples run, links lead somewhere, hook signatures are the code's.").by_tests(
     "tests/docs", "core/tests/plugins", over=" ".join(ALL), extras="[cli]"
