@@ -241,7 +241,7 @@ def lines_of(page: str, start: str) -> str:
     return "".join(line for line in block.splitlines(True) if not line.startswith(apart))
 
 
-SERVE = "lmcache-core serve --l1.size_bytes 32MiB {} >log &\nserving log\n"
+SERVE = ": >log\nlmcache-core serve --l1.size_bytes 32MiB {} >log &\nserving log\n"
 
 
 def test_the_commands_that_watch_a_server_run_as_the_page_has_them(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_what_left_the_pool_before_its_turn_is_told(make: Callable[..., At]) -> 
     assert not any(each.waiting for each in told)
     gone = [each for each in told if not each.stored]
     assert gone
-    assert {lost.reason for each in gone for lost in each.lost} == {"evicted"}
+    assert {lost.reason for each in gone for lost in each.lost} == {"throttled"}
     assert all("evicted" in each.why for each in gone)
 
 
