@@ -6,6 +6,7 @@ of its class (or last), and says which of these goes first. So to change the ord
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Any, ClassVar
@@ -141,7 +142,7 @@ def _end(chain: Chain, newest: bool) -> Any:
         unlink(node)
 
 
-class Order:
+class Order(ABC):
     """What goes first: the least score. `newest`: it looks at those of each class that were used last."""
 
     name = ""
@@ -149,16 +150,17 @@ class Order:
     doubt = 0.0  # standard deviations more that it must lead by, and that another need not lead it by
     lanes: ClassVar[Sequence[int]] = (0,) * CLASSES  # those that a shelf of its own needs
 
-    def begin(self, shelf: Shelf) -> None:
+    def begin(self, shelf: Shelf) -> None:  # noqa: B027
         """Scores are about to be asked for."""
 
+    @abstractmethod
     def score(self, past: Past, now: int) -> float:
-        raise NotImplementedError
+        """The least one goes first. `now`: the time, as the pasts count it."""
 
-    def came(self, past: Past, nbytes: int) -> None:
+    def came(self, past: Past, nbytes: int) -> None:  # noqa: B027
         """A shadow cache did not have this one."""
 
-    def left(self, past: Past, nbytes: int) -> None:
+    def left(self, past: Past, nbytes: int) -> None:  # noqa: B027
         """A shadow cache has evicted this one."""
 
 
