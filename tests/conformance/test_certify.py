@@ -63,6 +63,7 @@ def test_what_cannot_be_certified_is_said(tmp_path: Path) -> None:
         ([], "say what to certify"),
         (["nothing"], "neither a tier of the settings nor a type"),
         (["fs", "--set", "path"], "write SETTING=VALUE"),
+        (["fs"], "l2.certified.path is missing: give settings by --set SETTING=VALUE, without l2.TIER"),
         (["fs", "--set", "path={fresh}", "--through", "port"], "that setting is not given"),
     ):
         done = certify(tmp_path, *arguments)

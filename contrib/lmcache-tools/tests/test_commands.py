@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lmcache_core.cli.main import build_parser, main
@@ -37,3 +39,21 @@ def test_settings_may_follow_commands_that_read_them(
     said = capsys.readouterr().err
     assert ("unrecognized arguments: --l1.size_bytes" in said) is not taken
     assert ("the settings have no tier 'none'" in said) is taken
+
+
+@pytest.mark.parametrize(
+    "command", [["verify", "--tier"], ["copy", "--to", "other", "--from"]], ids=lambda each: each[0]
+)
+def test_a_tier_whose_path_is_not_there_is_not_made_by_reading_it(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lmcache_fs")
+    absent = tmp_path / "mistyped" / "disk"
+    tiers = [
+        f"--l2.{name}.{what}={value}"
+        for name in ("cold", "other")
+        for what, value in (("type", "fs"), ("path", absent))
+    ]
+    assert main([*command, "cold", *tiers]) == 2
+    assert f"l2.cold.path: there is no {absent}" in capsys.readouterr().err
+    assert not absent.parent.exists()

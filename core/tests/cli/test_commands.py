@@ -513,3 +513,8 @@ def test_clean_finds_nothing_where_nothing_is_left(run: Run) -> None:
     done = run("clean", "no-such-pool-anywhere")
     assert (done.returncode, done.stdout) == (0, "nothing to clean\n")
     assert json.loads(run("clean", "no-such-pool-anywhere", "--json").stdout) == []
+
+
+def test_clean_takes_names_as_other_commands_do(run: Run) -> None:
+    assert run("clean", "--name", "no-such-pool-anywhere").stdout == "nothing to clean\n"
+    assert "pool name" in one_line(run("clean", "one", "--name", "No/Name"))

@@ -400,6 +400,25 @@ def test_a_port_that_is_taken_is_found_by_check_and_the_last_words_name_the_sett
     assert not check(HttpSettings(port=0, token_file=tmp_path / "none"))[1].ok
 
 
+def test_check_looks_twice_at_a_token_that_every_user_may_read(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o644)
+    found = check(HttpSettings(port=0, token_file=token))[1]
+    assert (found.ok, found.message) == (True, f"every user here may read {token}")
+    assert found.cure == "chmod 600 it: it is http.token_file"
+    token.chmod(0o600)
+    assert len(check(HttpSettings(port=0, token_file=token))) == 1
+
+
+def test_the_helper_says_when_and_where_it_listens() -> None:
+    command = [sys.executable, "-m", "lmcache_http", json.dumps({"port": 0})]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as helper:
+        assert helper.stderr is not None
+        assert helper.stderr.readline().startswith("lmcache-http: listening at http://127.0.0.1:")
+        helper.terminate()
+
+
 def test_namespaces_are_shown_by_their_labels(serve: Callable[..., Served]) -> None:
     served = serve()
     space = Namespace("model", Layout("uint8", (4096,)), label="llama-3-8b/bf16")

@@ -113,6 +113,8 @@ def _described(arguments: argparse.Namespace) -> Described:
         described.address()
     try:
         watched(lambda: described.expect_empty(adapter_context("certify", 1)), EMPTY_S)
+    except SettingsError as error:
+        raise SettingsError(error.happened, cure="give settings by --set SETTING=VALUE, without l2.TIER") from None
     except NotBackError as error:
         raise UsageError(
             f"cannot tell whether tier {arguments.name!r} is empty: its adapter's scan failed: {error}"

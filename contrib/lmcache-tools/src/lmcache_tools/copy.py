@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         settings = settings_of(arguments)
         source = open_walker(arguments, settings, arguments.source, stack)
-        target = open_walker(arguments, settings, arguments.target, stack)
+        target = open_walker(arguments, settings, arguments.target, stack, may_make=True)
         interrupted = stack.enter_context(ending_between_objects())
         label = f"copy {arguments.source} to {arguments.target}"
         progress = stack.enter_context(Progress(label, source.adapter.usage().objects))

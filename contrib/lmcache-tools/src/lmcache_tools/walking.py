@@ -48,8 +48,11 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return composed(arguments).settings
 
 
-def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, stack: ExitStack) -> Walker:
-    """A walker over the configured tier. `stack` closes its adapter."""
+def open_walker(
+    arguments: argparse.Namespace, settings: Settings, tier: str, stack: ExitStack, *, may_make: bool = False
+) -> Walker:
+    """A walker over the configured tier. `stack` closes its adapter. Raises SettingsError for a path where nothing is:
+    to open it would make it, and report an empty tier. `may_make`: that is wanted."""
     from lmcache_core.plugins.components import Kind
     from lmcache_core.serde.chain import CodecChain
     from lmcache_core.tiers.tier.parallel import adapter_context
@@ -59,6 +62,9 @@ def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, st
         there = ", ".join(settings.l2) or "none"
         raise SettingsError(f"the settings have no tier {tier!r} (they have: {there}): name their file with --config")
     registry, chosen = arguments.registry, settings.l2[tier]
+    for name, value in chosen.settings:
+        if isinstance(value, Path) and not may_make and not value.exists():
+            raise SettingsError(f"l2.{tier}.{name}: there is no {value}", cure="give the path that the server has")
     context = adapter_context(tier, chosen.connections)
     adapter = stack.enter_context(registry.build(Kind.L2_ADAPTER, chosen.type, chosen.settings, context))
     chain = CodecChain([registry.build(Kind.SERDE, each.type, each.settings) for each in chosen.serde])

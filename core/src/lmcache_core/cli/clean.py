@@ -22,6 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only pools with these names (default: all, also what a next server would take over after a crash)",
     )
+    parser.add_argument("--name", action="append", default=[], dest="names_too", metavar="NAME", help="as NAME")
     parser.add_argument("--runtime-dir", metavar="DIR", help="where the servers keep their sockets")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask; nobody is asked without a terminal")
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
@@ -34,13 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
     from lmcache_core.protocol.address import given_root, runtime_root
 
     root = given_root(arguments.runtime_dir) or runtime_root()
+    names = [*arguments.names, *arguments.names_too]
     if not (arguments.dry_run or arguments.yes or arguments.json) and sys.stdin.isatty():
-        found = clean(root, arguments.names, dry_run=True)
+        found = clean(root, names, dry_run=True)
         if any(each.state is CleanState.WOULD_REMOVE for each in found):
             _print(found)
             if not _agreed():
                 return 0
-    found = clean(root, arguments.names, dry_run=arguments.dry_run)
+    found = clean(root, names, dry_run=arguments.dry_run)
     if arguments.json:
         records = [
             {"path": str(each.path), "state": each.state, "nbytes": each.nbytes, "reason": each.reason}

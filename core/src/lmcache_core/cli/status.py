@@ -99,9 +99,10 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given_up = status["traffic"].get("dropped_stores", 0)  # a server of another version has none
     lost = f"; {given_up:,} given up by clients, as the server was slow" if given_up else ""
     yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}{lost}"
+    others = status["sessions_connected"] - 1  # but for the one that asks
     yield (
         "clients",
-        f"{status['sessions_connected']:,} connected, {status['deaths']:,} died; leases: {leases['write']:,} write, "
+        f"{others:,} connected, {status['deaths']:,} died; leases: {leases['write']:,} write, "
         f"{leases['read']:,} read, {leases['promise']:,} promised",
     )
     yield from _namespaces(status["namespaces"], status["traffic"]["namespaces"])

@@ -60,6 +60,14 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._streams = streams
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As in any server, and one line that says so: it listens later than the server beside it is ready."""
+        await super().startup(sockets)
+        if self.started:
+            config = self.config
+            at = config.uds or f"{'https' if config.is_ssl else 'http'}://{HostPort(config.host, config.port)}"
+            sys.stderr.write(f"lmcache-http: listening at {at}\n")
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As in any server."""
         self._streams.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 
 from lmcache_core.plugins.components import Finding
@@ -18,6 +19,11 @@ def check(settings: HttpSettings) -> Sequence[Finding]:
         Guard(settings)
     except (OSError, ValueError) as error:
         findings.append(Finding(False, "http", str(error), "correct http.token_file and http.read_token_file"))
+    for name, path in (("token_file", settings.token_file), ("read_token_file", settings.read_token_file)):
+        if path is not None and path.exists() and path.stat().st_mode & stat.S_IROTH:
+            findings.append(
+                Finding(True, "http", f"every user here may read {path}", f"chmod 600 it: it is http.{name}")
+            )
     return findings
 
 
