@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,15 @@ from lmcache_core.client.link.channel import Pending
 from lmcache_core.client.link.link import Link
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError
+from lmcache_core.limits import HANDSHAKE_S_MAX, HELLO_S, LINK_LOOK_S
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core.trust import Trust
+from lmcache_testing.waiting import until
+
+from .conftest import cut
 
 NBYTES = 1 << 20
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
@@ -78,3 +84,33 @@ def test_nothing_is_left_of_links_that_nobody_needs(server: Server) -> None:
 def test_over_ipc_nothing_is_connected_to_a_socket_that_could_not_be_looked_at(tmp_path: Path) -> None:
     with pytest.raises(DisconnectedError, match="is it running"):  # who made it after the look might be anybody
         Trust.of_client().check_ipc(f"ipc://{tmp_path}/zmq")
+
+
+def test_the_time_that_a_caller_takes_between_two_looks_is_not_the_servers_silence(client: Client) -> None:
+    links, late_s = client.links, [0.0]
+    links.target = replace(links.target, clock=lambda: time.monotonic() + late_s[0])
+    links._clock = links.target.clock
+    links.current().channel.close("the test ended it")
+    late_s[0] += LINK_LOOK_S
+    client.look()  # says hello to the next server, and then the engine computes
+    making = links.making
+    assert making is not None
+    making.wait(links.now() + 5)  # the welcome is there
+    late_s[0] += 3 * HANDSHAKE_S_MAX
+    until(links.step, "the link, without an error")
+    assert not client.why_unreachable
+
+
+def test_a_handshake_that_failed_while_nobody_looked_is_begun_again_at_once(client: Client) -> None:
+    links, late_s = client.links, [0.0]
+    links.target = replace(links.target, clock=lambda: time.monotonic() + late_s[0])
+    links._clock = links.target.clock
+    links.current().channel.close("the test ended it")
+    late_s[0] += LINK_LOOK_S
+    client.look()
+    making = links.making
+    assert making is not None
+    cut(making.channel.connection)  # as a server does with those that say nothing for long
+    late_s[0] += HELLO_S
+    until(links.step, "the link, without an error")
+    assert not client.why_unreachable

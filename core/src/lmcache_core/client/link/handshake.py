@@ -42,7 +42,7 @@ class Handshake:
     ) -> None:
         """`held`: the leases to continue over the new link, under its life lock. `previous`: the link before, which has
         ended."""
-        self.began_s = now
+        self.asked_s = now  # when the server was last told something: until then it is not the server that is late
         self._target = target
         self._client_id = client_id
         self._held = held
@@ -81,6 +81,7 @@ class Handshake:
         event = STEPS[self.channel.state](self)
         if event is not None:
             self.channel.move(event)
+            self.asked_s = self._target.clock()
         return event is not None
 
     def _connect(self) -> LinkEvent | None:

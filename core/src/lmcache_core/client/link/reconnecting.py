@@ -142,7 +142,7 @@ class Links:
         try:
             now = self._clock()
             link, making = self._get_on(now)
-            if link is None and (making is None or now >= making.began_s + self.target.connect_timeout_s):
+            if link is None and (making is None or now >= making.asked_s + self.target.connect_timeout_s):
                 raise self._refusal(patient=False)
             return link
         finally:
@@ -207,6 +207,7 @@ class Links:
                 return link
             if making is None:
                 raise self._refusal(patient)
+            now = self._clock()  # to map the pool takes time of ours
             if until is None:
                 until = self._may_wait_until(making, now, patient)
             if now >= until:
@@ -218,7 +219,7 @@ class Links:
 
     def _may_wait_until(self, making: Handshake, now: float, patient: bool) -> float:
         if patient or not self._met:
-            return making.began_s + self.target.connect_timeout_s
+            return making.asked_s + self.target.connect_timeout_s
         if now < self._wait_at_s:
             return now
         self._wait_at_s = now + self.target.wait_s
@@ -227,14 +228,17 @@ class Links:
     def _get_on(self, now: float) -> tuple[Link | None, Handshake | None]:
         """Take steps until one must wait for the server. Returns the link if it is open, and the one in the making, as
         they are at one moment: another thread may be about to open it."""
-        while self._step(now):
+        begun = self._making
+        stale = begun if begun is not None and now >= begun.asked_s + LINK_RETRY_S_MAX else None
+        while self._step(now, stale):
             pass
         with self._lock:
             link, making = self._link, self._making
         return (None if link is None or link.channel.lost else link), making
 
-    def _step(self, now: float) -> bool:
-        """One step. False: there is a link, or a step must wait."""
+    def _step(self, now: float, stale: Handshake | None = None) -> bool:
+        """One step. False: there is a link, or a step must wait. `stale`: the link in the making, if nobody has looked
+        at it for long: should it fail, that is old news, and another is begun at once."""
         with self._lock:
             previous = self._link
             if previous is not None and not previous.channel.lost:
@@ -242,12 +246,9 @@ class Links:
             if self._closed:
                 raise UsageError("the client is closed: connect another")
             making = self._making
-            if making is None:
-                if now < self._retry_at_s and not self._new_server(previous):
-                    return False
-            elif now >= making.began_s + HANDSHAKE_S_MAX:
-                self._gave_up(DisconnectedError(f"the server at {self.target} does not answer"), now)
+            if making is None and now < self._retry_at_s and not self._new_server(previous):
                 return False
+            old = making is not None and making is stale
             try:
                 if making is None:
                     making = self._making = self._begin(previous, now)
@@ -256,11 +257,9 @@ class Links:
                 self._drop_making()
                 raise
             except CacheError as error:  # no server, or one that has no room for us now, or refuses us
-                self._gave_up(error, now)
-                return False
+                return self._gave_up(error, now, again=old)
             except OSError as error:
-                self._gave_up(DisconnectedError(f"no link to {self.target}: {error}"), now)
-                return False
+                return self._gave_up(DisconnectedError(f"no link to {self.target}: {error}"), now, again=old)
             except BaseException:  # interrupted: nobody knows how far it got
                 self._drop_making()
                 raise
@@ -270,6 +269,8 @@ class Links:
                 finally:
                     making.tell_ended()
                 return False
+            if not got_on and now >= making.asked_s + HANDSHAKE_S_MAX:
+                self._gave_up(DisconnectedError(f"the server at {self.target} does not answer"), now)
             return got_on
 
     def _begin(self, previous: Link | None, now: float) -> Handshake:
@@ -297,14 +298,19 @@ class Links:
         self._link = link
         self._note_reachable()
 
-    def _gave_up(self, error: CacheError, now: float) -> None:
+    def _gave_up(self, error: CacheError, now: float, *, again: bool = False) -> bool:
+        """Returns `again`: whether to try again at once."""
         self._drop_making()
         # Never raised: what was raised keeps the frames it went through, and with them this client.
         self._error = copy(error)
         self._retry_at_s = now + self._retry_s
         if self.target.address is not None or not isinstance(error, DisconnectedError):
             self._retry_s = min(2 * self._retry_s, LINK_RETRY_S_MAX)
-        self._note_unreachable(str(error))
+        if again:
+            self._retry_at_s = now
+        else:
+            self._note_unreachable(str(error))
+        return again
 
     def _drop_making(self) -> None:
         making, self._making = self._making, None
@@ -327,10 +333,10 @@ class Links:
         if making is not None:
             now = self._clock()
             error: CacheError = DisconnectedError(
-                f"the server at {self.target} has not answered for {now - making.began_s:.3f} s: "
+                f"the server at {self.target} has not answered for {now - making.asked_s:.3f} s: "
                 "it is starting, busy, or stopped"
             )
-            if now >= making.began_s + LINK_WAIT_S:
+            if now >= making.asked_s + LINK_WAIT_S:
                 self._note_unreachable(str(error))
             return error
         error = self._error
