@@ -94,6 +94,9 @@ def test_objects_that_cannot_fit_are_refused_without_evicting_the_rest(doubles: 
         loop.store({doubles.key(number): content(PLAIN_BYTES)})
         loop.idle()
     assert loop.tiering.status()["stores"]["counts"]["lost_no_room"] == 3
+    assert loop.tiering.status()["stores"]["reached_no_tier"]["objects"] == 0
+    for number in range(1, 4):
+        loop.l1.evict(doubles.key(number))
     assert loop.tiering.status()["stores"]["reached_no_tier"]["objects"] == 3
     assert list(adapter.objects) == [there]
 

@@ -220,5 +220,8 @@ def test_a_plan_that_names_what_is_not_in_its_batch_shields_nothing_for_ever(dou
     loop.idle()
     assert loop.l1.shielded == {}
     assert stores(loop)["counts"]["policy_failed"] == 3
+    assert stores(loop)["reached_no_tier"]["objects"] == 0
+    for number in range(3):
+        loop.l1.evict(doubles.key(number))
     assert stores(loop)["reached_no_tier"]["objects"] == 3
     assert adapter.objects == {}

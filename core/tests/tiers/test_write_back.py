@@ -126,6 +126,9 @@ def test_stores_that_failed_while_a_tier_was_down_are_made_up_for(doubles: Doubl
         loop.idle()
     assert has(doubles, adapter) == set(range(20))
     assert dirty(loop) == {"mem": 0}
+    for number in range(20):
+        loop.l1.evict(doubles.key(number))
+    assert loop.tiering.status()["stores"]["reached_no_tier"]["objects"] == 0
 
 
 def test_an_object_that_a_tier_refuses_each_time_is_tried_ever_more_seldom(doubles: Doubles) -> None:
@@ -138,9 +141,11 @@ def test_an_object_that_a_tier_refuses_each_time_is_tried_ever_more_seldom(doubl
         loop.until(lambda: not loop.tiering.status()["stores"]["in_flight_bytes"])
         loop.jump(0.5)
     loop.until(lambda: loop.tiering.drained)
-    assert adapter.calls["store"] <= 20
+    assert 2 <= adapter.calls["store"] <= 20
     assert dirty(loop)["mem"] >= 1
+    assert loop.tiering.status()["stores"]["reached_no_tier"]["objects"] == 0, "the pool has it"
     loop.l1.evict(doubles.key(0))
+    assert loop.tiering.status()["stores"]["reached_no_tier"]["objects"] == 1, "once, however often it was tried"
     assert dirty(loop) == {"mem": 0}, "nobody can have it any more"
 
 

@@ -62,6 +62,6 @@ def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
             yield f"tier {tier['name']}: {stopped}{tier['last_error'] or 'no error is known'}"
     lost = (status["tiers"] or {}).get("stores", {}).get("reached_no_tier", {})
     if lost.get("objects"):
-        yield f"{lost['objects']:,} objects left the pool before any tier had them ({size(lost['bytes'])})"
+        yield f"{lost['objects']:,} objects have left the pool before any tier had them ({size(lost['bytes'])})"
     if status["stores_waited_in_vain"]:
         yield f"{status['stores_waited_in_vain']:,} stores waited for room and got none"

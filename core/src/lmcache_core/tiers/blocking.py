@@ -50,7 +50,7 @@ class BatchAdapter(L2Adapter):
     Attributes:
         errors: What the medium's library raises. Anything else is a fault of the adapter, but for `TimeoutError`: no
             time was left.
-        cure: What an operator can do if the medium does not answer.
+        cure: What an operator can do if the medium does not answer. The tier's name replaces `NAME` in `l2.NAME`.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]] = ()
@@ -65,7 +65,11 @@ class BatchAdapter(L2Adapter):
 
     def refused(self, what: str, error: Exception) -> Outcome:
         """What one of `errors` means for an object. By default a second try may do."""
-        return Outcome.of(TierError(f"tier {self._tier!r} cannot {what}: {error}", cure=self.cure))
+        return Outcome.of(
+            TierError(
+                f"tier {self._tier!r} cannot {what}: {error}", cure=self.cure.replace("l2.NAME", f"l2.{self._tier}")
+            )
+        )
 
     def entries_after(self, key: bytes, count: int, deadline: float) -> Sequence[ScanEntry]:
         """The next objects in the order of their keys, `count` at most. For `scan`, unless the adapter has its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import groupby, islice, takewhile
 from typing import Any
 
@@ -21,7 +21,7 @@ from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePoli
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.flow.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Going, Shields
-from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
+from lmcache_core.tiers.l1 import CommittedObject, L1Port, Named, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.object.transfer import NoRoom, Transfer
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _UNSHIELD_AT_ONCE = 256
 _FORGET_AT_ONCE = 16
+_UNREACHED_MAX = 1 << 16  # followed to where they are lost; beyond it the oldest is not counted
+_LOOKS_FOR_LOST = 1024
 
 
 class StoreController:
@@ -66,7 +68,8 @@ class StoreController:
         self._in_flight_bytes = 0
         self._blocked: set[str] = set()  # tiers that can take no batch until a call ends
         self._unshields = False  # shields may be left that should end
-        self._unstored_objects = self._unstored_bytes = 0  # since the start
+        self._unreached: dict[tuple[int, Named], tuple[CommittedObject, bytes]] = {}  # in the L1, at the last look
+        self._lost_objects = self._lost_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
         self._observer = observer
@@ -191,6 +194,9 @@ class StoreController:
         def stays(committed: CommittedObject) -> bool:
             return namespace is not None and committed.namespace != namespace
 
+        for where, (item, _) in list(self._unreached.items()):
+            if not stays(item):
+                del self._unreached[where]
         for arrival in self._arrived.take_all(namespace):
             self._arrived.unshield(arrival)
         for name, queue in self._queues.items():
@@ -218,10 +224,11 @@ class StoreController:
             self.tier_removed(name)
 
     def status(self) -> dict[str, Any]:
+        self._look_for_lost(_LOOKS_FOR_LOST)
         return {
             "arrived": self._arrived.objects,
             "in_flight_bytes": self._in_flight_bytes,
-            "reached_no_tier": {"objects": self._unstored_objects, "bytes": self._unstored_bytes},
+            "reached_no_tier": {"objects": self._lost_objects, "bytes": self._lost_bytes},
             "counts": dict(self.counts),
         }
 
@@ -255,7 +262,7 @@ class StoreController:
         self._arrived.unshield(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
         if any(tier.gets_stores for tier in self._tiers.values()):
-            self._reached_none(arrival.objects)
+            self._reached_none(zip(arrival.objects, names, strict=True))
         for tier in self._tiers.values():
             if tier.gets_stores:
                 self.counts[f"lost_{reason}"] += len(names)
@@ -268,11 +275,13 @@ class StoreController:
         batch = arrival.objects
         takers = [tier for tier in self._tiers.values() if tier.gets_stores and tier.may_store(arrival.namespace)]
         views = [tier.view for tier in takers]
+        epoch = self._epochs.of(arrival.namespace)
+        names = tier_keys(arrival.keys, arrival.namespace, epoch)  # the same on every tier
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
 
         def failed(error: BaseException) -> None:
             self.counts["policy_failed"] += len(batch)
-            self._reached_none(batch)
+            self._reached_none(zip(batch, names, strict=True))
             logger.error("the store policy failed: %d objects are not stored", len(batch), exc_info=error)
 
         plan = guarded(failed, _plan, self.policy, candidates, views)
@@ -280,8 +289,6 @@ class StoreController:
             return
         dropped = set(plan.drop)
         planned: dict[int, Dirty] = {}
-        epoch = self._epochs.of(arrival.namespace)
-        names = tier_keys(arrival.keys, arrival.namespace, epoch)  # the same on every tier
         for view in views:
             # Equal keys have equal bytes: an object that the tier has need not be stored again.
             known = self._tiers[view.name].accounting.known(names)
@@ -505,14 +512,30 @@ class StoreController:
         """Settle the objects with no tier left: end the shield, and drop them from the L1 if the policy wants that."""
         done = [dirty for dirty in batch if dirty.targets_left == 0]
         self._unshield(done)
-        self._reached_none([dirty.object for dirty in done if not dirty.reached])
+        self._reached_none((dirty.object, dirty.tier_key) for dirty in done if not dirty.reached)
         # An object that did not reach every tier stays in the L1: dropping it would lose it.
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
 
-    def _reached_none(self, objects: Sequence[CommittedObject]) -> None:
-        """These were committed, and no tier has them."""
-        self._unstored_objects += len(objects)
-        self._unstored_bytes += sum(item.nbytes for item in objects)
+    def _reached_none(self, objects: Iterable[tuple[CommittedObject, bytes]]) -> None:
+        """No store of these, given with their keys on tiers, has succeeded. They are lost once the L1 has lost them."""
+        for item, tier_key in objects:
+            if not any(tier.accounting.knows(tier_key) for tier in self._tiers.values()):
+                self._unreached[item.namespace, item.named] = item, tier_key
+                self._look_for_lost(2)  # so that they do not pile up
+        while len(self._unreached) > _UNREACHED_MAX:
+            del self._unreached[next(iter(self._unreached))]
+
+    def _look_for_lost(self, at_once: int) -> None:
+        """Count those of the oldest that have left the L1, and that no tier got meanwhile. The others go behind."""
+        for where in list(islice(self._unreached, at_once)):
+            item, tier_key = self._unreached.pop(where)
+            if any(tier.accounting.knows(tier_key) for tier in self._tiers.values()):
+                continue
+            if self._l1.leading_gone(item.namespace, (item.named,)):
+                self._lost_objects += 1
+                self._lost_bytes += item.nbytes
+            else:
+                self._unreached[where] = item, tier_key
 
     def _drop(self, objects: Sequence[CommittedObject]) -> None:
         for namespace, group in groupby(objects, key=NAMESPACE):
