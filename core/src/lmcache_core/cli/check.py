@@ -313,7 +313,8 @@ def _tier(registry: Registry, server: str, name: str, tier: TierSettings) -> Ite
 
     def failed(error: BaseException) -> None:
         if isinstance(error, CacheError):
-            found.append(Finding.of_error("", error, cure))
+            happened = error.happened.removeprefix(f"tier {name!r}: ")
+            found.append(Finding(False, "", happened, error.cure or cure))
         else:
             owner = registry.owner(Kind.L2_ADAPTER, tier.type)
             found.append(Finding(False, "", error_text(error), f"report it to {owner}"))

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.cli.table import print_table
+from lmcache_core.errors import UsageError
+from lmcache_core.observe.readable import size
 
 if TYPE_CHECKING:
     from lmcache_core.pool.clean import Cleaned
@@ -24,7 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", action="append", default=[], dest="names_too", metavar="NAME", help="as NAME")
     parser.add_argument("--runtime-dir", metavar="DIR", help="where the servers keep their sockets")
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask; nobody is asked without a terminal")
+    parser.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask; needed without a terminal if no NAME is given"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.add_argument("--json", action="store_true", help="print a JSON list: path, state, nbytes, reason")
 
@@ -36,7 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     root = given_root(arguments.runtime_dir) or runtime_root()
     names = [*arguments.names, *arguments.names_too]
-    if not (arguments.dry_run or arguments.yes or arguments.json) and sys.stdin.isatty():
+    asks = not (arguments.dry_run or arguments.yes)
+    if asks and not names and not sys.stdin.isatty():
+        raise UsageError("this would remove what every dead server left, and nobody can be asked: give NAMEs, or --yes")
+    if asks and not arguments.json and sys.stdin.isatty():
         found = clean(root, names, dry_run=True)
         if any(each.state is CleanState.WOULD_REMOVE for each in found):
             _print(found)
@@ -57,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: Sequence[Cleaned]) -> None:
-    from lmcache_core.settings.sizes import size_text
-
-    rows = [(str(each.path), str(each.state), size_text(each.nbytes), each.reason) for each in found]
+    rows = [(str(each.path), str(each.state), size(each.nbytes), each.reason) for each in found]
     print_table(("file", "state", "bytes", "reason"), rows, right=(2,))
 
 

@@ -97,8 +97,10 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     order = l1.get("policy", {}).get("order")  # what a policy of several orders follows now
     by = l1["eviction_policy"] if order is None else f"{l1['eviction_policy']}, now as {order}"
     given_up = status["traffic"].get("dropped_stores", 0)  # a server of another version has none
-    lost = f"; {given_up:,} given up by clients, as the server was slow" if given_up else ""
-    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}{lost}"
+    lost = f"; {given_up:,} given up by clients, as the server was slow or away" if given_up else ""
+    full = status.get("stores_refused_full", 0)
+    refused = f"; {full:,} refused: no room" if full else ""
+    yield "stores", f"{stored:,} objects stored, {evicted:,} evicted by {by}{refused}{lost}"
     others = status["sessions_connected"] - 1  # but for the one that asks
     yield (
         "clients",
@@ -110,8 +112,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         most = tier["capacity_bytes"]
         room = "" if most is None else f" of {size(most)}, {tier['bytes_used'] / most:.0%}" if most else " of nothing"
         draining = "; draining" if tier["draining"] else "" if tier["stores"] else "; never stores"
-        lossy = "".join(f"; lossy: {name}" for name in tier.get("lossy", ()))  # a server of another version has none
-        yield "tier", f"{tier['name']}: {size(tier['bytes_used'])}{room}; {tier['objects']:,} objects{lossy}{draining}"
+        marks = "".join(f"; lossy: {name}" for name in tier.get("lossy", ()))  # a server of another version has none
+        marks += "".join(f"; wrapped: {name}" for name in tier.get("wrap", ()))
+        yield "tier", f"{tier['name']}: {size(tier['bytes_used'])}{room}; {tier['objects']:,} objects{marks}{draining}"
     for trouble in status["troubles"] or ["none"]:
         yield "trouble", trouble
 

@@ -100,6 +100,7 @@ def _described(server: Server) -> dict[str, Any]:
         "stores_waited": parts.tier_waits.waited,
         "stored_waits": len(parts.stored_waits),
         "stores_waited_in_vain": parts.tier_waits.waited_in_vain,
+        "stores_refused_full": parts.tier_waits.refused_full,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "state_directory": parts.state_thread.status(),
         "companions": parts.companions.status(),

@@ -504,6 +504,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("stores_waiting", "gauge", "stores that wait for room", (), _value("stores_waiting")),
     Metric(
+        "stores_refused_full_total",
+        "counter",
+        "objects that were not stored, since the pool had no room for them",
+        (),
+        _value("stores_refused_full"),
+    ),
+    Metric(
         "stores_waited_in_vain_total",
         "counter",
         "stores that timed out waiting for room",

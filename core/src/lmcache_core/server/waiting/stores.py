@@ -14,7 +14,7 @@ from lmcache_core.protocol.codec import error_reply, split_keys
 from lmcache_core.server.peers.session import Session
 from lmcache_core.server.peers.shares import Share
 from lmcache_core.server.pool.l1 import L1
-from lmcache_core.server.waiting.tier_waits import TierWaits, granted_to, take_back
+from lmcache_core.server.waiting.tier_waits import TierWaits, take_back
 
 
 class Stores:
@@ -97,7 +97,7 @@ class Stores:
         """None: it waits for tiers, too."""
         if self._tier_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
             return None
-        return granted_to(self._kernel, session, request.rid, grants, self._l1.clock.now)
+        return self._tier_waits.granted(session, request.rid, grants)
 
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
         if done not in self._waiting.get(session, {}):  # its session has gone in the step that made room

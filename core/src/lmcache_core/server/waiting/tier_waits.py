@@ -50,6 +50,7 @@ class TierWaits:
         self._retry_at_s = 0.0  # … and when to try again even if it has not changed, because readers end, too
         self.waited = 0  # since the start
         self.waited_in_vain = 0  # of these, those answered FULL anyway
+        self.refused_full = 0  # objects answered FULL, whether their stores waited or not
 
     def __len__(self) -> int:
         """Stores that wait."""
@@ -172,8 +173,18 @@ class TierWaits:
     def _answer(self, wait: _Wait) -> None:
         self._remove(wait)
         self.waited_in_vain += Grant.FULL in wait.grants.statuses
-        reply = granted_to(self._kernel, wait.session, wait.rid, wait.grants, self._l1.clock.now)
+        reply = self.granted(wait.session, wait.rid, wait.grants)
         self._l1.answer(wait.session, reply)
+
+    def granted(self, session: Session, rid: int, grants: Grants) -> m.Granted:
+        """The answer to a page of a store. Where its client has given it up, nobody will write there."""
+        self.refused_full += grants.statuses.count(Grant.FULL)
+        now, page = self._l1.clock.now, GrantedPage(grants.lease_id, grants.first, grants.statuses)
+        given_up = session.granted.get(rid, page) is None
+        session.note_granted(rid, page)
+        if given_up:
+            take_back(self._kernel, session, rid, now)
+        return granted(rid, grants, now)
 
     def _remove(self, wait: _Wait) -> None:
         del self.waits[wait]
@@ -184,16 +195,6 @@ class TierWaits:
         self._share.free(wait.session.origin)
         if not self._by_session[wait.session]:  # sessions come and go
             del self._by_session[wait.session]
-
-
-def granted_to(kernel: Kernel, session: Session, rid: int, grants: Grants, now: float) -> m.Granted:
-    """The answer to a page of a store. Where its client has given it up, nobody will write there."""
-    page = GrantedPage(grants.lease_id, grants.first, grants.statuses)
-    given_up = session.granted.get(rid, page) is None
-    session.note_granted(rid, page)
-    if given_up:
-        take_back(kernel, session, rid, now)
-    return granted(rid, grants, now)
 
 
 def take_back(kernel: Kernel, session: Session, rid: int, now: float) -> int:
