@@ -147,10 +147,18 @@ def test_a_session_installs_nothing_that_no_group_lists() -> None:
     assert {each for each in found if literal.fullmatch(each)} <= {"setuptools>=77"}  # every package's build system
 
 
+def needed(package: str) -> set[str]:
+    """Ours that pip has to find, besides core."""
+    about = tomllib.loads((PACKAGES[package] / "pyproject.toml").read_text())["project"]
+    ours = {each for each in names(about["dependencies"]) if OURS.match(each)} - {"lmcache-core"}
+    return ours.union(*map(needed, ours))
+
+
 @pytest.mark.parametrize("name", sorted(PACKAGES))
-def test_the_command_that_installs_a_package_names_its_folder(name: str) -> None:
+def test_the_command_that_installs_a_package_names_its_folder_and_those_that_it_needs(name: str) -> None:
     distribution = "lmcache-core" if name == "core" else name
-    assert install_command(distribution).endswith(f" pip install ./{PACKAGES[name].relative_to(ROOT)}")
+    folders = install_command(distribution).rpartition("pip install ")[2].split()
+    assert {ROOT / folder for folder in folders} == {PACKAGES[each] for each in {name} | needed(name)}
 
 
 def test_the_page_names_the_folders_that_an_extra_needs_in_a_checkout() -> None:
@@ -160,7 +168,8 @@ def test_the_page_names_the_folders_that_an_extra_needs_in_a_checkout() -> None:
         extra: {name for name in names(lines) if OURS.match(name)} - {"lmcache-core"} for extra, lines in extras.items()
     }
     brought["all"] |= brought["http"]
-    for extra, packages in brought.items():
+    for extra, direct in brought.items():
+        packages = direct.union(*map(needed, direct))
         found = re.search(rf"^pip install './core\[{extra}\]' (.*)$", page, re.MULTILINE)
         folders = subprocess.run(
             ["bash", "-c", f"echo {found[1] if found else ''}"], capture_output=True, text=True, check=True

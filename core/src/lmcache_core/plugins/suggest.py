@@ -19,6 +19,13 @@ _IN_CONTRIB = frozenset(
     }
 )
 
+# What they need of ours besides core: pip finds it on no index yet.
+_NEEDS = {
+    "lmcache-bench": ("lmcache-kv-events", "lmcache-lab", "lmcache-mock", "lmcache-testing"),
+    "lmcache-peer": ("lmcache-redis",),
+    "lmcache-testing": ("lmcache-mock",),
+}
+
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`: did you mean 'x'?` for the nearest of `known`, or "" if none is near."""
@@ -29,9 +36,12 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def install_command(requirement: str) -> str:
     """How to install one of our packages: by its name, and from a checkout, until an index has it."""
     name, bracket, extra = requirement.partition("[")
-    folder = "core" if name == "lmcache-core" else f"{'contrib' if name in _IN_CONTRIB else 'plugins'}/{name}"
     quote = "'" if bracket else ""
+    folders = [*map(_folder, _NEEDS.get(name, ())), f"{quote}{_folder(name)}{bracket}{extra}{quote}"]
     return (
-        f"pip install {quote}{requirement}{quote}, or in a checkout of the repository "
-        f"pip install {quote}./{folder}{bracket}{extra}{quote}"
+        f"pip install {quote}{requirement}{quote}, or in a checkout of the repository pip install {' '.join(folders)}"
     )
+
+
+def _folder(name: str) -> str:
+    return "./core" if name == "lmcache-core" else f"./{'contrib' if name in _IN_CONTRIB else 'plugins'}/{name}"
