@@ -109,7 +109,9 @@ def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     given_up = status["traffic"].get("dropped_stores", 0)  # a server of another version has none
     if given_up:
         cure = "raise step_wait_s of the connector, or give the server a core"
-        yield Finding(True, "saves", f"{given_up:,} objects were given up, since the server was slow to answer", cure)
+        yield Finding(
+            True, "saves", f"{given_up:,} objects were given up: the server was slow to answer, or away", cure
+        )
 
 
 def _engines(status: Mapping[str, Any]) -> Finding:
@@ -117,7 +119,7 @@ def _engines(status: Mapping[str, Any]) -> Finding:
     names = sorted(name for name in connected if name.startswith("vllm-"))
     if names:
         return Finding(True, "engines", f"connected: {', '.join(names)}")
-    cure = "look for `no server yet, so everything is computed` in the engine's log: it says why"
+    cure = "engines connect at their next prompt; if one does not, its log says why: `no server yet`, `cannot reach`"
     return Finding(True, "engines", "none is connected to this server", cure)
 
 

@@ -29,7 +29,7 @@ def overview(status: Figures, before: Figures | None = None) -> dict[str, Any]:
         "stores": [_pool(status), *(_tier(status, tier) for tier in _tiers(status))],
         "tenants": _tenants(status),
         "holders": l1["holders"],
-        "clients": {"connected": status["sessions_connected"], "died": status["deaths"]},
+        "clients": {"connected": status["sessions_connected"] - 1, "died": status["deaths"]},
         "troubles": list(troubles_of(status)),
     }
 

@@ -52,8 +52,8 @@ class Place:
         """Raise `TierError` if another medium is at the directory than before, or none. Cheap: one `stat`, or three."""
         if self._mount_point is not None and not os.path.ismount(self._mount_point):
             raise TierError(
-                f"tier {self._tier!r}: nothing is mounted at {self._mount_point}: mount the disk, or correct "
-                f"l2.{self._tier}.mount_point",
+                f"tier {self._tier!r}: nothing is mounted at {self._mount_point}",
+                cure=f"mount the disk, or correct l2.{self._tier}.mount_point",
                 retryable=False,
             )
         seen = self._seen
@@ -88,10 +88,10 @@ class Place:
             return
         now = _device(self._root)
         if there or now != self._device:
-            what = f"another medium ({there[:8]}…)" if there else "no such medium"
+            what = f"another medium ({there[:8]}…)" if there else "another disk, with no mark of ours,"
             raise TierError(
-                f"tier {self._tier!r}: {what} is at {self._root} and it was {self._id[:8]}… before: mount that again, "
-                "or restart the server to use what is there now",
+                f"tier {self._tier!r}: {what} is at {self._root} and it was {self._id[:8]}… before",
+                cure="mount that again, or restart the server to use what is there now",
                 retryable=False,
             )
         # The same file system, without our files: somebody has deleted them.
