@@ -15,7 +15,7 @@ import pytest
 from lmcache_l0 import SharedCache
 from lmcache_l0.errors import TableBusyError
 
-KILLS = 200  # of each kind of table
+KILLS = 80  # of each kind of table
 
 
 def stamped(key: int, stamp: int, n: int) -> bytes:
