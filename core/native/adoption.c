@@ -46,17 +46,19 @@ static PyObject *adoption_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     static char *names[] = {"buffer",         "living",       "index_offset", "entries",      "data_offset",
                             "segment_bytes",  "serving_offset", "layouts_offset", "layout_rows",  "slabs_offset",
                             "slab_rows",      "slots_offset", "slot_rows",    "unit_bytes",   "slab_bytes_min",
-                            "object_bytes_max", "master",       "distrust",     NULL};
+                            "object_bytes_max", "master",       "distrust",     "torn",         "stored_after", NULL};
     Py_buffer buffer, living, master = {.obj = NULL};
     PyObject *known;
-    int distrust;
+    int distrust, torn;
+    unsigned long long stored_after;
     unsigned long long index_offset, entries, data_offset, segment_bytes, serving_offset;
     unsigned long long layouts_offset, layout_rows, slabs_offset, slab_rows, slots_offset, slot_rows;
     unsigned long long unit_bytes, slab_bytes_min, object_bytes_max;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*$KKKKKKKKKKKKKKOp:Adoption", names, &buffer, &living,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*$KKKKKKKKKKKKKKOppK:Adoption", names, &buffer, &living,
                                      &index_offset, &entries, &data_offset, &segment_bytes, &serving_offset,
                                      &layouts_offset, &layout_rows, &slabs_offset, &slab_rows, &slots_offset,
-                                     &slot_rows, &unit_bytes, &slab_bytes_min, &object_bytes_max, &known, &distrust))
+                                     &slot_rows, &unit_bytes, &slab_bytes_min, &object_bytes_max, &known, &distrust,
+                                     &torn, &stored_after))
         return NULL;
     if (known != Py_None && PyObject_GetBuffer(known, &master, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&living);
@@ -77,6 +79,8 @@ static PyObject *adoption_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                          .slab_bytes_min = slab_bytes_min,
                          .living = living.buf,
                          .distrust = distrust != 0,
+                         .torn = torn != 0,
+                         .stored_after = stored_after,
                          .master = master.obj != NULL ? master.buf : NULL};
     const char *wrong = (uint64_t)buffer.len < segment_bytes ? "the buffer is shorter than the segment" : NULL;
     if (wrong == NULL)

@@ -54,7 +54,7 @@ enum {
     DROP_LAYOUT,     /* entries of an unknown layout, not of its size, or not of their namespace's */
     DROP_NOT_READY,  /* entries whose slot is not READY */
     DROP_DUPLICATE,  /* entries of a key that has one nearer to its home, or of a slot that another key claims */
-    DROP_UNVERIFIABLE, /* entries without a checksum, when everything must be verified */
+    DROP_UNVERIFIABLE, /* entries without a checksum, when everything must be verified; or perhaps cleared */
     DROP_SLABS,      /* slab words that make no sense */
     DROP_CAUSES,
 };
@@ -93,6 +93,8 @@ typedef struct {
     uint64_t object_bytes_max, slab_bytes_min;
     const unsigned char *living; /* one byte per worker row: 1 if its life lock is held */
     bool distrust;               /* keep only objects with a checksum, and make every reader verify them */
+    bool torn;                   /* pages may be from different moments: keep only entries that have their seal */
+    uint64_t stored_after;       /* Unix seconds: what was stored up to then may have been cleared */
     unsigned char *master;       /* the new server's own tables, zeroed, or NULL: checked words are copied here */
 } adoption_input;
 
@@ -428,6 +430,10 @@ static inline void adoption_read_entry(adoption *a, uint64_t at) {
         if (cause < 0)
             cause = adoption_fit(a, entry, &number, &layout);
         uint64_t flags = index_load(&entry->flags);
+        if (cause < 0 && a->in.torn && index_load(&entry->seal) != index_seal_of(entry))
+            cause = DROP_HALF_CHANGED;
+        if (cause < 0 && a->in.stored_after && index_load(&entry->stored_s) <= a->in.stored_after)
+            cause = DROP_UNVERIFIABLE;
         if (cause < 0 && a->in.distrust && !(flags & INDEX_CHECKSUM_KNOWN))
             cause = DROP_UNVERIFIABLE;
         if (cause < 0) {

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #define DEVICE_CALLS 6
+#define DEVICE_WORDS (DEVICE_CALLS + 2) /* in front of the streams */
 #define DEVICE_STREAMS_MAX 16
 
 typedef struct {
@@ -22,13 +23,14 @@ typedef struct {
     int (*to_host)(void *to, uint64_t from, size_t n, void *stream);
     int (*wait_stream)(void *stream);
     void *context;
+    uint64_t pin_step; /* host memory is registered in steps that begin at multiples of it: a power of two */
     void *streams[DEVICE_STREAMS_MAX];
     size_t streams_count; /* 0: there is no device */
 } device;
 
-/* Addresses of the six calls in the order above, the context, and the streams. 0: these are not such words. */
+/* Addresses of the six calls in the order above, the context, the step, and the streams. 0: these are not such words. */
 static inline int device_read(device *self, const uint64_t *words, size_t count) {
-    if (count <= DEVICE_CALLS + 1 || count > DEVICE_CALLS + 1 + DEVICE_STREAMS_MAX)
+    if (count <= DEVICE_WORDS || count > DEVICE_WORDS + DEVICE_STREAMS_MAX)
         return 0;
     for (size_t i = 0; i < count; i++)
         if (!words[i])
@@ -40,17 +42,31 @@ static inline int device_read(device *self, const uint64_t *words, size_t count)
     self->to_host = (int (*)(void *, uint64_t, size_t, void *))(uintptr_t)words[4];
     self->wait_stream = (int (*)(void *))(uintptr_t)words[5];
     self->context = (void *)(uintptr_t)words[DEVICE_CALLS];
-    self->streams_count = count - DEVICE_CALLS - 1;
+    self->pin_step = words[DEVICE_CALLS + 1];
+    if (self->pin_step & (self->pin_step - 1))
+        return 0;
+    self->streams_count = count - DEVICE_WORDS;
     for (size_t i = 0; i < self->streams_count; i++)
-        self->streams[i] = (void *)(uintptr_t)words[DEVICE_CALLS + 1 + i];
+        self->streams[i] = (void *)(uintptr_t)words[DEVICE_WORDS + i];
     return 1;
 }
 
-/* Queue a copy between host memory and the device's. */
+/* Queue a copy between host memory and the device's. CUDA refuses one whose host side lies in two registrations, so it is
+ * cut where one may end. */
 static inline int device_copy(const device *self, void *host, const unsigned char *there, size_t n, int to_host,
                               void *stream) {
+    unsigned char *here = host;
     uint64_t address = (uint64_t)(uintptr_t)there;
-    return to_host ? self->to_host(host, address, n, stream) : self->to_device(address, host, n, stream);
+    int fault = 0;
+    while (n && !fault) {
+        size_t left = (size_t)(self->pin_step - ((uint64_t)(uintptr_t)here & (self->pin_step - 1)));
+        size_t part = n < left ? n : left;
+        fault = to_host ? self->to_host(here, address, part, stream) : self->to_device(address, here, part, stream);
+        here += part;
+        address += part;
+        n -= part;
+    }
+    return fault;
 }
 
 #endif

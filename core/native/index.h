@@ -18,7 +18,8 @@
  *              reason      of a GONE entry: the kernel's `Reason`
  *              gone_s      Unix seconds; 0: it was moved nearer to its home, and is not gone at all
  *              incarnation the number of the object: no other object of this key ever had it. 0: not known
- *              reserved    one word
+ *              seal        of the others but reason and gone_s, as they were published: a page that a power cut has
+ *                          torn on a disk does not have it
  *
  * A mark says that a reader used the entry since the writer last looked. It is 1 + the key's position in its batch (at
  * most 65,535), so that the writer can tell a prompt's end from its beginning. 0: not used.
@@ -67,7 +68,7 @@ typedef struct {
     _Atomic uint64_t reason;
     _Atomic uint64_t gone_s;
     _Atomic uint64_t incarnation;
-    uint64_t reserved;
+    _Atomic uint64_t seal;
 } index_entry;
 
 _Static_assert(sizeof(index_entry) == 128, "the layout of the pool says so");
@@ -163,6 +164,20 @@ static inline bool index_same_key(const index_entry *entry, const index_key *key
     return index_load(&entry->key[0]) == key->word[0] && index_load(&entry->key[1]) == key->word[1] &&
            index_load(&entry->key[2]) == key->word[2] && index_load(&entry->key[3]) == key->word[3] &&
            index_load(&entry->space) == key->space;
+}
+
+/* The seal of an entry as it stands: of every word that says what is where. (`flags` changes when it was verified.) It
+ * detects accidents; who may write to the pool can make one. */
+static inline uint64_t index_seal_of(const index_entry *entry) {
+    const _Atomic uint64_t *words[] = {
+        &entry->key[0], &entry->key[1], &entry->key[2],   &entry->key[3],   &entry->space,      &entry->offset,
+        &entry->layout, &entry->nbytes, &entry->checksum, &entry->stored_s, &entry->incarnation};
+    uint64_t seal = UINT64_C(0x9e3779b97f4a7c15) ^ (index_load(&entry->flags) & INDEX_CHECKSUM_KNOWN);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        seal = (seal ^ index_load(words[i])) * UINT64_C(0xff51afd7ed558ccd);
+        seal ^= seal >> 32;
+    }
+    return seal;
 }
 
 static inline index_key index_key_at(const index_entry *entry) {

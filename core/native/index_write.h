@@ -59,6 +59,7 @@ static inline void index_make_ready(index_writer *w, uint64_t at, const index_ob
     index_store(&entry->flags, object->flags);
     index_store(&entry->incarnation, object->incarnation);
     index_store(&entry->stored_s, stored_s);
+    index_store(&entry->seal, index_seal_of(entry));
     index_store(&entry->reason, 0);
     index_store(&entry->gone_s, 0);
     index_end(w, at, next, INDEX_READY);

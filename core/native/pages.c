@@ -118,7 +118,7 @@ static int read_device(PageTables *self, PyObject *given) {
     int fits = device_read(&self->device, found.buf, (size_t)found.len / 8);
     PyBuffer_Release(&found);
     if (!fits)
-        PyErr_SetString(PyExc_ValueError, "device is six calls, a context and streams, none of them 0");
+        PyErr_SetString(PyExc_ValueError, "device is six calls, a context, a step that is a power of two, and streams, none of them 0");
     return fits ? 0 : -1;
 }
 
@@ -599,10 +599,11 @@ static PyObject *job_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     return (PyObject *)self;
 }
 
-/* Work until `region` (their number: all of it) is done, the job is stopped, or it is `until`. Needs no GIL. */
+/* Work until `region` (their number: all of it) is done, the job is stopped, or it is `until`. Needs no GIL. Who has a
+ * limit does not work for a device: the engine's queue may be longer than that. */
 static bool job_help(PageJob *self, size_t region, const struct timespec *until) {
     pages_job *job = &self->job;
-    bool more = team_enter(self->team);
+    bool more = !(job->device && until) && team_enter(self->team);
     while (more && !pages_done(job, region)) {
         struct timespec now;
         if (until && clock_gettime(CLOCK_MONOTONIC, &now) == 0 &&
@@ -760,6 +761,10 @@ static PyObject *get_nbytes(PageJob *self, void *Py_UNUSED(none)) {
     return PyLong_FromUnsignedLongLong(self->job.bytes);
 }
 
+static PyObject *get_device_s(PageJob *self, void *Py_UNUSED(none)) {
+    return PyFloat_FromDouble((double)atomic_load(&self->job.device_ns) * 1e-9);
+}
+
 static PyObject *get_fault(PageJob *self, void *Py_UNUSED(none)) {
     return PyLong_FromLong(atomic_load(&self->job.fault));
 }
@@ -767,6 +772,7 @@ static PyObject *get_fault(PageJob *self, void *Py_UNUSED(none)) {
 static PyGetSetDef job_getters[] = {
     {"running", (getter)get_running, NULL, "Whether a thread may be inside a slot or a page.", NULL},
     {"nbytes", (getter)get_nbytes, NULL, "Bytes to copy.", NULL},
+    {"device_s", (getter)get_device_s, NULL, "What its threads have spent on a device's copies, and their sums.", NULL},
     {"fault", (getter)get_fault, NULL, "What the device said when it refused; 0: it did not.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -12,8 +12,9 @@
  * For an object found in the index, the entry is checked again after each range (index_find.h says why that is enough).
  * If it moved, this range and all earlier ones are worthless.
  *
- * Pages on a device are copied by the device, range by range, and a thread of the job waits for each. If the device
- * refuses, the job stops with its `fault`.
+ * Pages on a device are copied by the device. A thread of the job queues all copies of an item on a stream, waits for
+ * them once, and only then sums and judges: what is true of a copy by the processor when it returns is true of these when
+ * the stream was waited for. If the device refuses, the job stops with its `fault`.
  */
 #ifndef LMCACHE_CORE_PAGES_H
 #define LMCACHE_CORE_PAGES_H
@@ -79,6 +80,7 @@ typedef struct {
     const device *device; /* the device with the pages; NULL: host memory */
     void *event;          /* of the device: no page is touched before it; NULL: none */
     _Atomic int fault;    /* the device's error when it refused */
+    _Atomic uint64_t device_ns; /* what its threads have spent on copies of a device and their sums, behind the event */
     uint64_t bytes;
     pthread_mutex_t lock; /* only for waiting on `moved` */
     pthread_cond_t moved; /* a region, or all of it, is done */
@@ -180,54 +182,28 @@ static inline bool pages_copy_by_processor(const pages_job *job, pages_object *o
     return true;
 }
 
-static inline void pages_fail(pages_job *job, int fault) {
-    int none = 0;
-    atomic_compare_exchange_strong(&job->fault, &none, fault);
-    atomic_store_explicit(&job->stop, true, memory_order_relaxed);
-}
-
-static inline bool pages_copy_by_device(pages_job *job, pages_object *object, uint64_t from, uint64_t to,
-                                        void *stream, xxh3_pieces *sum) {
-    pages_cursor cursor = pages_seek(object->group, from);
-    pages_piece piece;
-    int fault = 0;
-    bool stopped = false;
-    while (!fault && !stopped && pages_next(object->group, object->ids, &cursor, to, &piece)) {
-        unsigned char *slot = object->slot + piece.at;
-        stopped = atomic_load_explicit(&job->stop, memory_order_relaxed);
-        if (!stopped && piece.memory)
-            fault = device_copy(job->device, slot, piece.memory, piece.n, job->gather, stream);
-        else if (!stopped && job->gather)
-            memset(slot, 0, piece.n);
-    }
-    int landed = job->device->wait_stream(stream); /* wait in any case: queued copies are already running */
-    if (fault || landed) {
-        pages_fail(job, fault ? fault : landed);
-        return false;
-    }
-    if (sum && !stopped)
-        xxh3_pieces_add(sum, NULL, object->slot + from, to - from, XXH3_COPY);
-    return !stopped;
+/* The sum of an object is known. */
+static inline void pages_summed(const pages_job *job, pages_object *object, xxh3_pieces *sum) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+    uint64_t checksum = xxh3_pieces_end(sum);
+    if (job->gather)
+        object->checksum = checksum;
+    else if (checksum != object->checksum)
+        atomic_fetch_or_explicit(&object->found, PAGES_DAMAGED, memory_order_relaxed);
 }
 
 /* Copy a range of one object. False: it was stopped on the way. */
-static inline bool pages_copy_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
+static inline bool pages_copy_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
     bool summed = job->gather || object->check;
     xxh3_pieces sum;
     if (summed)
         xxh3_pieces_begin(&sum, object->group->object_bytes);
-    if (!(job->device ? pages_copy_by_device(job, object, from, to, stream, summed ? &sum : NULL)
-                      : pages_copy_by_processor(job, object, from, to, summed ? &sum : NULL)))
+    if (!pages_copy_by_processor(job, object, from, to, summed ? &sum : NULL))
         return false;
-#if defined(__x86_64__)
     if (summed)
-        _mm_sfence();
-#endif
-    uint64_t checksum = summed ? xxh3_pieces_end(&sum) : 0;
-    if (job->gather)
-        object->checksum = checksum;
-    else if (object->check && checksum != object->checksum)
-        atomic_fetch_or_explicit(&object->found, PAGES_DAMAGED, memory_order_relaxed);
+        pages_summed(job, object, &sum);
     return true;
 }
 
@@ -244,36 +220,103 @@ static inline bool pages_unchanged(pages_object *object) {
     return false;
 }
 
-static inline bool pages_do_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
+/* Whether a range of this object is worth a copy; then its pages count as written to. */
+static inline bool pages_begin_range(pages_object *object) {
     if (atomic_load_explicit(&object->found, memory_order_relaxed) & ~PAGES_WRITTEN || !pages_unchanged(object))
-        return true;
-    atomic_fetch_or_explicit(&object->found, PAGES_WRITTEN, memory_order_relaxed);
-    if (!pages_copy_range(job, object, from, to, stream))
         return false;
-    if (pages_unchanged(object) && object->check && object->verified &&
-        !(atomic_load_explicit(&object->found, memory_order_relaxed) & PAGES_DAMAGED))
-        atomic_store_explicit(object->verified, index_verified_tag(object->place.sequence), memory_order_relaxed);
+    atomic_fetch_or_explicit(&object->found, PAGES_WRITTEN, memory_order_relaxed);
     return true;
 }
 
-static inline void pages_tell(pages_job *job) {
-    pthread_mutex_lock(&job->lock);
-    pthread_cond_broadcast(&job->moved);
-    pthread_mutex_unlock(&job->lock);
+/* The range has been copied: whether the object was there all the time. */
+static inline void pages_end_range(pages_object *object) {
+    if (pages_unchanged(object) && object->check && object->verified &&
+        !(atomic_load_explicit(&object->found, memory_order_relaxed) & PAGES_DAMAGED))
+        atomic_store_explicit(object->verified, index_verified_tag(object->place.sequence), memory_order_relaxed);
+    atomic_fetch_sub_explicit(&object->left, 1, memory_order_release);
+}
+
+static inline bool pages_stopped(const pages_job *job) {
+    return atomic_load_explicit(&job->stop, memory_order_relaxed);
 }
 
 /* False: it was stopped on the way. */
-static inline bool pages_do_objects(pages_job *job, const pages_item *item, void *stream) {
+static inline bool pages_do_objects(pages_job *job, const pages_item *item) {
     for (size_t at = item->object; at < item->object + item->count; at++) {
-        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
-            !pages_do_range(job, &job->objects[at], item->from, item->to, stream))
+        pages_object *object = &job->objects[at];
+        if (pages_stopped(job))
             return false;
-        atomic_fetch_sub_explicit(&job->objects[at].left, 1, memory_order_release);
+        if (!pages_begin_range(object))
+            atomic_fetch_sub_explicit(&object->left, 1, memory_order_release);
+        else if (pages_copy_range(job, object, item->from, item->to))
+            pages_end_range(object);
+        else
+            return false;
     }
     return true;
 }
 
-/* The same with the device's context, after the work that the engine had queued when the job was made. */
+/* --- the same by a device ---------------------------------------------------------------------------------- */
+
+static inline void pages_fail(pages_job *job, int fault) {
+    int none = 0;
+    atomic_compare_exchange_strong(&job->fault, &none, fault);
+    atomic_store_explicit(&job->stop, true, memory_order_relaxed);
+}
+
+/* Queue the copies of a range; returns the device's error. */
+static inline int pages_queue_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
+    pages_cursor cursor = pages_seek(object->group, from);
+    pages_piece piece;
+    int fault = 0;
+    while (!fault && !pages_stopped(job) && pages_next(object->group, object->ids, &cursor, to, &piece)) {
+        unsigned char *slot = object->slot + piece.at;
+        if (piece.memory)
+            fault = device_copy(job->device, slot, piece.memory, piece.n, job->gather, stream);
+        else if (job->gather)
+            memset(slot, 0, piece.n);
+    }
+    return fault;
+}
+
+/* The bytes of a range have landed, so they can be summed: in the slot, as a device's memory is not read for it. */
+static inline void pages_sum_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
+    xxh3_pieces sum;
+    xxh3_pieces_begin(&sum, object->group->object_bytes);
+    xxh3_pieces_add(&sum, NULL, object->slot + from, to - from, XXH3_COPY);
+    pages_summed(job, object, &sum);
+}
+
+static inline bool pages_do_objects_on(pages_job *job, const pages_item *item, void *stream) {
+    size_t end = item->object + item->count, queued = item->object;
+    int fault = 0;
+    for (; queued < end && !fault && !pages_stopped(job); queued++)
+        if (pages_begin_range(&job->objects[queued]))
+            fault = pages_queue_range(job, &job->objects[queued], item->from, item->to, stream);
+    /* In any case: what is queued is already running, and slots and pages are somebody else's soon after a stop. */
+    int landed = job->device->wait_stream(stream);
+    if (fault || landed)
+        pages_fail(job, fault ? fault : landed);
+    for (size_t at = item->object; at < queued && !pages_stopped(job); at++) {
+        pages_object *object = &job->objects[at];
+        if (atomic_load_explicit(&object->found, memory_order_relaxed) & ~PAGES_WRITTEN) {
+            atomic_fetch_sub_explicit(&object->left, 1, memory_order_release);
+            continue;
+        }
+        if (job->gather || object->check)
+            pages_sum_range(job, object, item->from, item->to);
+        pages_end_range(object);
+    }
+    return !pages_stopped(job);
+}
+
+static inline uint64_t pages_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* The same with the device's context, behind the work that the engine had queued when the job was made. */
 static inline bool pages_do_on_device(pages_job *job, const pages_item *item, size_t i) {
     const device *device = job->device;
     void *popped;
@@ -282,18 +325,29 @@ static inline bool pages_do_on_device(pages_job *job, const pages_item *item, si
         pages_fail(job, fault);
         return false;
     }
-    fault = job->event ? device->wait_event(job->event) : 0;
+    bool done = false;
+    fault = job->event && !pages_stopped(job) ? device->wait_event(job->event) : 0;
     if (fault)
         pages_fail(job, fault);
-    bool done = pages_do_objects(job, item, device->streams[i % device->streams_count]);
+    else {
+        uint64_t began_ns = pages_now_ns();
+        done = pages_do_objects_on(job, item, device->streams[i % device->streams_count]);
+        atomic_fetch_add_explicit(&job->device_ns, pages_now_ns() - began_ns, memory_order_relaxed);
+    }
     device->pop(&popped);
     return done;
+}
+
+static inline void pages_tell(pages_job *job) {
+    pthread_mutex_lock(&job->lock);
+    pthread_cond_broadcast(&job->moved);
+    pthread_mutex_unlock(&job->lock);
 }
 
 static inline void pages_do_item(void *ctx, size_t i) {
     pages_job *job = ctx;
     const pages_item *item = &job->items[i];
-    if (!(job->device ? pages_do_on_device(job, item, i) : pages_do_objects(job, item, NULL))) {
+    if (!(job->device ? pages_do_on_device(job, item, i) : pages_do_objects(job, item))) {
         pages_tell(job);
         return;
     }

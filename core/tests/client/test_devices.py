@@ -21,10 +21,10 @@ import pytest
 
 from lmcache_core import PageGroup, Region
 from lmcache_core.client.client import Client
-from lmcache_core.client.move import devices
 from lmcache_core.client.move import pages as pages_room
 from lmcache_core.client.move.pages import Pages
 from lmcache_core.client.results import Status
+from lmcache_core.devices import cuda as devices
 from lmcache_core.errors import StaleRegionError, UsageError
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
@@ -280,6 +280,32 @@ def test_pages_are_read_behind_what_the_stream_was_given(client: Client, driver:
     memory.write(np.zeros_like(computed))
     assert pages.retrieve([(0, keys, [1, 2, 3, 4])]).hits == 2
     assert (page_of(memory.bytes, 1, 3) == page_of(computed, 1, 3)).all()
+
+
+def test_a_store_of_pages_that_are_still_computed_returns_at_once(client: Client, driver: CDLL) -> None:
+    memory = HostMemory(driver)
+    pages, keys, computed = registered(client, memory), keys_of(2), random_bytes()
+    driver.host_engine_begins()
+    job = pages.store_start([(0, keys, [1, 2, 3, 4])])
+    assert not job.has_read
+    assert not job.wait_read(0.001)
+    assert job.result is None
+    memory.write(computed)
+    driver.host_engine_ends()
+    assert job.wait_read(WAIT_S)
+    memory.write(np.zeros_like(computed))  # the pages are the engine's again
+    assert job.wait(WAIT_S)
+    assert job.result is not None
+    assert job.result.stored == 2
+    assert job.device_s > 0
+    assert pages.retrieve([(0, keys, [1, 2, 3, 4])], verify="always").hits == 2
+    assert (page_of(memory.bytes, 1, 3) == page_of(computed, 1, 3)).all()
+
+
+def test_a_stream_that_is_captured_into_a_graph_is_refused(client: Client, driver: CDLL) -> None:
+    pages = registered(client, HostMemory(driver))
+    with pytest.raises(UsageError, match=r"captured into a CUDA graph.*outside of the capture"):
+        pages.store_start([(0, keys_of(1), [1, 2])], stream=0xCA97)
 
 
 def test_a_region_is_done_when_its_copies_have_landed(client: Client, driver: CDLL) -> None:

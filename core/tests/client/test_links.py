@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.link.channel import Pending
+from lmcache_core.client.link.handshake import Handshake
 from lmcache_core.client.link.link import Link
+from lmcache_core.client.link.reconnecting import Links
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError
 from lmcache_core.limits import HANDSHAKE_S_MAX, HELLO_S, LINK_LOOK_S
@@ -86,31 +89,40 @@ def test_over_ipc_nothing_is_connected_to_a_socket_that_could_not_be_looked_at(t
         Trust.of_client().check_ipc(f"ipc://{tmp_path}/zmq")
 
 
-def test_the_time_that_a_caller_takes_between_two_looks_is_not_the_servers_silence(client: Client) -> None:
-    links, late_s = client.links, [0.0]
-    links.target = replace(links.target, clock=lambda: time.monotonic() + late_s[0])
-    links._clock = links.target.clock
-    links.current().channel.close("the test ended it")
-    late_s[0] += LINK_LOOK_S
-    client.look()  # says hello to the next server, and then the engine computes
-    making = links.making
-    assert making is not None
-    making.wait(links.now() + 5)  # the welcome is there
-    late_s[0] += 3 * HANDSHAKE_S_MAX
-    until(links.step, "the link, without an error")
-    assert not client.why_unreachable
+class Late:
+    """Links of a caller that computes between two looks. `late_s`: how long it has, so far."""
+
+    def __init__(self, client: Client) -> None:
+        self.late_s = 0.0
+        self.links = Links(replace(client.links.target, clock=lambda: time.monotonic() + self.late_s))
+        self.links.current(patient=True).channel.close("the test ended it")
+        self.late_s += LINK_LOOK_S
+
+    def making(self) -> Handshake:
+        """It has said hello to the next server, whose welcome is there."""
+        self.links.look()
+        making = self.links.making
+        assert making is not None
+        making.wait(self.links.now() + 5)
+        return making
 
 
-def test_a_handshake_that_failed_while_nobody_looked_is_begun_again_at_once(client: Client) -> None:
-    links, late_s = client.links, [0.0]
-    links.target = replace(links.target, clock=lambda: time.monotonic() + late_s[0])
-    links._clock = links.target.clock
-    links.current().channel.close("the test ended it")
-    late_s[0] += LINK_LOOK_S
-    client.look()
-    making = links.making
-    assert making is not None
-    cut(making.channel.connection)  # as a server does with those that say nothing for long
-    late_s[0] += HELLO_S
-    until(links.step, "the link, without an error")
-    assert not client.why_unreachable
+@pytest.fixture
+def late(client: Client) -> Iterator[Late]:
+    caller = Late(client)
+    yield caller
+    caller.links.close(0.0)
+
+
+def test_the_time_that_a_caller_takes_between_two_looks_is_not_the_servers_silence(late: Late) -> None:
+    late.making()
+    late.late_s += 3 * HANDSHAKE_S_MAX
+    until(late.links.step, "the link, without an error")
+    assert not late.links.why_unreachable
+
+
+def test_a_handshake_that_failed_while_nobody_looked_is_begun_again_at_once(late: Late) -> None:
+    cut(late.making().channel.connection)  # as a server does with those that say nothing for long
+    late.late_s += HELLO_S
+    until(late.links.step, "the link, without an error")
+    assert not late.links.why_unreachable

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_core.devices import contract
+from lmcache_core.devices.pinning import pin_for_cuda
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.pool.backing import Backing
-from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.segment import Segment
 
 MIB = 1 << 20
@@ -33,13 +34,14 @@ def is_mapped(address: int) -> bool:
 class Recorder:
     """A runtime that notes what it is asked, and whether the memory was there at that moment."""
 
-    def __init__(self, answer: int = 0) -> None:
+    def __init__(self, answer: int = 0, refuses_at: int = -1) -> None:
         self.answer = answer
+        self.refuses_at = refuses_at  # the number of the call that is refused
         self.calls: list[tuple[str, int, bool]] = []
 
     def register(self, address: int, nbytes: int) -> int:
         self.calls.append((f"register {nbytes}", address, is_mapped(address)))
-        return self.answer
+        return 2 if len(self.calls) == self.refuses_at + 1 else self.answer
 
     def unregister(self, address: int) -> int:
         self.calls.append(("unregister", address, is_mapped(address)))
@@ -60,6 +62,29 @@ def test_the_whole_mapping_is_registered_once_and_until_its_last_view(make: Make
     del view
     assert cuda.calls[1:] == [("unregister", address, True)], "before the memory is unmapped"
     assert not is_mapped(address)
+
+
+def test_it_is_registered_in_steps_that_begin_at_multiples(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "PIN_STEP_BYTES", 4 * MIB)
+    segment, cuda = make(9 * MIB, backing=Backing.MEMFD), Recorder()
+    address, end = segment.mapping.address, segment.mapping.address + segment.mapping.nbytes
+    assert pin_for_cuda(segment.mapping, cuda)
+    starts = [at for _, at, _ in cuda.calls]
+    assert starts[0] == address
+    assert all(at % (4 * MIB) == 0 for at in starts[1:])
+    assert sum(int(call.split()[1]) for call, _, _ in cuda.calls) == end - address
+    segment.close()
+    assert sorted(at for call, at, there in cuda.calls if call == "unregister" and there) == starts
+
+
+def test_a_step_that_is_refused_ends_those_before_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "PIN_STEP_BYTES", 4 * MIB)
+    segment, cuda = make(9 * MIB, backing=Backing.MEMFD), Recorder(refuses_at=1)
+    with pytest.raises(PoolError, match="go without pinning"):
+        pin_for_cuda(segment.mapping, cuda)
+    assert not segment.mapping.pinned
+    assert [call.split()[0] for call, _, _ in cuda.calls] == ["register", "register", "unregister"]
+    assert cuda.calls[0][1] == cuda.calls[2][1]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -28,7 +28,7 @@ class Runtime:
 def test_the_mapping_is_pinned_once_for_as_long_as_it_is_there(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_core.pool.cuda._TorchRuntime", Runtime)
+    monkeypatch.setattr("lmcache_core.devices.pinning._TorchRuntime", Runtime)
     assert client.pin_memory()
     assert [nbytes for _, nbytes in Runtime.registered] == [server.parts.segment.header.segment_bytes]
     assert not client.pin_memory()

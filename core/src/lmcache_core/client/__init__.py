@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from lmcache_core.client.link.event_stream import connect_events
     from lmcache_core.client.move.copying import CopyThreads, tensor_of, threads_to_copy
     from lmcache_core.client.move.leases import ReadLease
-    from lmcache_core.client.move.page_jobs import PagesResult, RetrieveJob, StoreJob
-    from lmcache_core.client.move.pages import Pages
+    from lmcache_core.client.move.page_jobs import PagesCall, PagesResult, RetrieveJob, StoreJob
+    from lmcache_core.client.move.pages import Pages, page_engine, pages_by
+    from lmcache_core.client.move.regions import RegionTables
     from lmcache_core.client.why.explaining import counted_reasons
 
 __all__ = [
@@ -24,12 +25,16 @@ __all__ = [
     "CurveKeys",
     "EngineBlocks",
     "Pages",
+    "PagesCall",
     "PagesResult",
     "ReadLease",
+    "RegionTables",
     "RetrieveJob",
     "StoreJob",
     "connect_events",
     "counted_reasons",
+    "page_engine",
+    "pages_by",
     "tensor_of",
     "threads_to_copy",
 ]
@@ -39,12 +44,16 @@ _LAZY = {
     "CurveKeys": "link.address",
     "EngineBlocks": "engine_blocks",
     "Pages": "move.pages",
+    "PagesCall": "move.page_jobs",
     "PagesResult": "move.page_jobs",
     "ReadLease": "move.leases",
+    "RegionTables": "move.regions",
     "RetrieveJob": "move.page_jobs",
     "StoreJob": "move.page_jobs",
     "connect_events": "link.event_stream",
     "counted_reasons": "why.explaining",
+    "page_engine": "move.pages",
+    "pages_by": "move.pages",
     "tensor_of": "move.copying",
     "threads_to_copy": "move.copying",
 }

@@ -35,7 +35,8 @@ from lmcache_core.client.results import LookupResult, RetrieveResult, Status, St
 from lmcache_core.client.tracing import check_traceparent, trace_context
 from lmcache_core.client.why.explaining import KeyExplanation, explain_pages
 from lmcache_core.client.why.stored import StoredKey, wait_stored
-from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UsageError
+from lmcache_core.devices.pinning import pin_for_cuda
+from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, PoolError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
     BATCH_KEYS_MAX,
@@ -46,7 +47,6 @@ from lmcache_core.limits import (
     PIN_TTL_S,
     STORE_PAGE_KEYS,
 )
-from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.tally import Tally
 from lmcache_core.protocol import messages as m
@@ -261,7 +261,7 @@ class Client:
         Raises `UsageError` for regions that do not fit into their buffers, overlapping pages within a group, and a
         layout whose size differs from that of an object's pages. Groups may share memory.
         """
-        return Pages(self.links, self._hits, groups, self._copy_threads, self._verify)
+        return Pages.of(self.links, self._hits, groups, self._copy_threads, self._verify)
 
     def store_strided(
         self,
@@ -552,6 +552,17 @@ class Client:
         client does not map the pool, and `DisconnectedError`.
         """
         return pin_for_cuda(self.links.current(patient=True).mapped().mapping)
+
+    @property
+    def pool_is_pinned(self) -> bool | None:
+        """Whether this process's mapping of the pool is registered with CUDA; None: it maps none now. Waits for
+        nothing."""
+        link = self.links.look()
+        segment = None if link is None else link.segment
+        try:
+            return None if segment is None else segment.mapping.pinned
+        except PoolError:  # it was closed meanwhile
+            return None
 
     # --- everything else ----------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
+_MS_SYNC = 4
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,6 +47,7 @@ _libc.mmap.argtypes = [
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
@@ -60,7 +62,7 @@ class Mapping:
         self.nbytes = nbytes
         held = _Range(nbytes + HUGE_PAGE_BYTES)
         self.address = held.map_aligned(fd, nbytes, writable)
-        self.pinned = False  # by pool/cuda.py
+        self.pinned = False  # by devices/pinning.py
         # A class of its own, because plain ctypes arrays support no weak references, and so no finalizers.
         kind: Any = type("MappedArray", (ctypes.c_ubyte * nbytes,), {})
         self.array: Any = kind.from_address(self.address)
@@ -177,6 +179,13 @@ def advise(address: int, nbytes: int, advice: int) -> int:
         if error != errno.EINTR:
             return error
     return 0
+
+
+def flush(address: int, nbytes: int) -> None:
+    """Write these bytes of a mapped file to its disk, and wait for that. Raises OSError."""
+    if _libc.msync(address, nbytes, _MS_SYNC) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:

@@ -22,7 +22,6 @@ from lmcache_core.client.link.channel import Pending, expect
 from lmcache_core.client.link.link import Link
 from lmcache_core.client.link.presence import Presence
 from lmcache_core.client.link.reconnecting import Links
-from lmcache_core.client.move.devices import DeviceEvent
 from lmcache_core.client.move.leases import Lease, ReadLease, Request, WriteLease, read_request
 from lmcache_core.client.move.page_states import (
     FRAME_TRANSITIONS,
@@ -36,6 +35,7 @@ from lmcache_core.client.move.regions import GroupPages, RegionTables
 from lmcache_core.client.move.retrieving import over_share
 from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.results import Status, settled_statuses
+from lmcache_core.devices.contract import DeviceEvent
 from lmcache_core.errors import (
     CacheError,
     DisconnectedError,
@@ -50,7 +50,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys, split_keys
 from lmcache_core.tokens.namespace import Namespace
 
-__all__ = ["PagesResult", "RetrieveJob", "StoreJob"]  # what callers hold
+__all__ = ["PagesCall", "PagesResult", "RetrieveJob", "StoreJob"]  # what callers hold
 
 log = logging.getLogger("lmcache_core.client")
 
@@ -724,14 +724,17 @@ def _over(work: Any) -> bool:
 
 
 class StoreJob(PagesJob):
-    """From pages to slots. Everything is copied when this is built; the commits are pending. `waited_s`: how long that
-    had to wait for the server's answers."""
+    """From pages to slots. In host memory everything is copied when this is built, and the commits are pending. Pages
+    of a device are copied by threads that wait for its event: `has_read` says when. `waited_s`: how long the server's
+    answers took."""
 
     _gather = True
 
     def __init__(self, ground: Ground, call: PagesCall) -> None:
         super().__init__(ground, call)
         self._frames: list[Frame] = []
+        self._copies: Any = None  # the threads' work
+        self._uncommitted: list[tuple[int, Frame]] = []  # its parts, until they are committed or given up
         try:
             self._ask()
             self._hear()
@@ -774,16 +777,47 @@ class StoreJob(PagesJob):
                 frame.lease.leave()
         if not parts:
             return
+        self._uncommitted = list(enumerate(granted))
         try:
-            work = self._begin(parts, False, granted, waits=True)
+            self._copies = self._begin(parts, False, granted, waits=self._event is None)
         except LeaseExpiredError:
+            self._uncommitted = []
             for frame in granted:
                 self._abort(frame)
             return
-        work.stop()  # if a device has refused, other threads may still be inside
-        for part, frame in enumerate(granted):
-            self._commit(frame, work.statuses(part), work.checksums(part))
+        if self._event is None:
+            self._commit_copied()
+
+    def _commit_copied(self) -> None:
+        """Nothing is committed before its bytes have landed, and no lease ends while a thread may be inside."""
+        work = self._copies
+        if work is None or not self._uncommitted:
+            return
+        work.stop()  # if a device has refused, or the job was given up, threads may still be inside
+        while self._uncommitted:
+            part, frame = self._uncommitted.pop()
+            try:
+                self._commit(frame, work.statuses(part), work.checksums(part))
+            except BaseException:
+                frame.lease.leave()
+                raise
         self._occupancy.has_ended(work)
+
+    @property
+    def has_read(self) -> bool:
+        """Whether all pages have been read, or will never be: from then on they may change."""
+        return self._copies is None or _over(self._copies)
+
+    def wait_read(self, timeout_s: float) -> bool:
+        """Wait for that, at most so long."""
+        if not self.has_read:
+            self._copies.wait(timeout_s)
+        return self.has_read
+
+    @property
+    def device_s(self) -> float:
+        """Seconds that threads have spent on copies of a device, and on their checksums, so far. 0.0: no device."""
+        return float(self._copies.device_s) if self._event is not None and self._copies is not None else 0.0
 
     def _commit(self, frame: Frame, statuses: bytes, checksums: bytes) -> None:
         positions = frame.lease.granted
@@ -799,14 +833,19 @@ class StoreJob(PagesJob):
         frame.lease.leave()
 
     def _get_on(self) -> bool:
+        if not self.has_read:
+            return False
+        self._commit_copied()
         return self._hear_answers()
 
     def _wait_a_while(self, timeout_s: float, region: int) -> None:
         del region
-        self._wait_for_answer(timeout_s)
+        if self.wait_read(timeout_s):
+            self._wait_for_answer(timeout_s)
 
     def _end(self, status: Status, reason: Reason) -> None:
-        """What was sent is stored anyway; nobody reads the answer."""
+        """What has landed is stored anyway; nobody reads the answer."""
+        self._commit_copied()
         self._hear_answers()
         for answer in self._answers:
             for at in answer.frame.positions:

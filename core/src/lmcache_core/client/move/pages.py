@@ -19,6 +19,7 @@ from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import OPERATION_KEYS_MAX
 from lmcache_core.native import native
 from lmcache_core.tensors import dense_memory, is_tensor
+from lmcache_core.tokens.namespace import Namespace
 
 
 class PageEntry(NamedTuple):
@@ -47,17 +48,29 @@ class Pages:
     without gaps. A page that cannot be read (the null page, or one after `valid_pages`) is stored as zeros.
     """
 
-    def __init__(self, links: Links, hits: Hits, groups: Sequence[PageGroup], threads: int, verify: int) -> None:
-        tables = RegionTables.of(groups)
-        engine: Any = pages_plain if native is None else native
-        self._ground = Ground(links, hits, threads, tables, engine)
-        self._tables = engine.PageTables(tables.words(), *_device_words(tables))
+    def __init__(self, ground: Ground, verify: int) -> None:
+        self._ground = ground
+        self._tables = ground.engine.PageTables(ground.tables.words(), *_device_words(ground.tables))
         self._verify = verify
+
+    def level(self, verify: str | None) -> int:
+        """The number of a level of verification; None: of this client's default. Raises `UsageError`."""
+        return self._verify if verify is None else verify_level(verify)
+
+    @classmethod
+    def of(cls, links: Links, hits: Hits, groups: Sequence[PageGroup], threads: int, verify: int) -> Pages:
+        """In this process's own memory."""
+        return cls(Ground(links, hits, threads, RegionTables.of(groups), page_engine()), verify)
 
     @property
     def groups(self) -> tuple[PageGroup, ...]:
         """The groups as registered."""
         return self._ground.tables.groups
+
+    @property
+    def tables(self) -> RegionTables:
+        """Where the groups' pages are."""
+        return self._ground.tables
 
     @property
     def first_regions(self) -> list[int]:
@@ -73,7 +86,8 @@ class Pages:
         stream: int | None = None,
     ) -> StoreJob:
         """Store one object for each key. When this returns, all pages have been read and may change; the job says what
-        became of the commits. `skip_pages` has no meaning here.
+        became of the commits. Of pages on a GPU it returns before they are read: they may change once the job's
+        `has_read` says so, and somebody has to look at the job now and then. `skip_pages` has no meaning here.
 
         `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`.
         `traceparent`: the trace that this belongs to; see `Client.connect`. `stream`: of pages on a GPU, the handle of
@@ -82,7 +96,7 @@ class Pages:
         `StaleRegionError` where the memory was given back since it was registered.
         """
         trace = check_traceparent(traceparent)
-        return StoreJob(self._ground, self._call(entries, deadline_s, stream, writes=False, traceparent=trace))
+        return StoreJob(self._ground, self.checked(entries, deadline_s, stream, writes=False, traceparent=trace))
 
     def store(
         self,
@@ -147,14 +161,13 @@ class Pages:
     ) -> RetrieveJob:
         if order not in ("region", "object"):
             raise UsageError(f'order is {order!r}: use "region" or "object"')
-        call = self._call(entries, deadline_s, stream, writes=True)
+        call = self.checked(entries, deadline_s, stream, writes=True)
         held, count = list(promises) or [None] * len(call.entries), len(call.entries)
         if len(held) != count or not all(each is None or isinstance(each, Promise) for each in held):
             raise UsageError(f"promises are given by entry: {count} of them, a `Promise` or None each")
-        level = self._verify if verify is None else verify_level(verify)
-        return RetrieveJob(self._ground, call, held, order == "region", level, waits)
+        return RetrieveJob(self._ground, call, held, order == "region", self.level(verify), waits)
 
-    def _call(
+    def checked(
         self,
         entries: Sequence[PageEntry | tuple[Any, ...]],
         deadline_s: float | None,
@@ -198,6 +211,28 @@ class Pages:
                         f"entry {number}: region {region} of group {at} is read-only: retrieve needs writable memory"
                     )
         return groups[at]
+
+
+class _UnsearchedHits(Hits):
+    """Nothing is searched in the index, so every object is read under a lease."""
+
+    def find(
+        self, keys: Sequence[bytes], namespace: Namespace, prefix: bool, mark: bool = False, counts: int = 0
+    ) -> bytes | None:
+        del keys, namespace, prefix, mark, counts
+        return None
+
+
+def page_engine() -> Any:
+    """What copies pages within this process: the extension, or the same in Python."""
+    return pages_plain if native is None else native
+
+
+def pages_by(links: Links, tables: RegionTables, engine: Any) -> Pages:
+    """Pages in memory that is not this process's own (`RegionTables.of(memory=…)`), copied by the caller's `engine`: it
+    has `PageTables`, `PageBatch` and `PageJob` like those of `page_engine`. Objects are read under leases, as the index
+    can tell only the extension that one has changed while it was copied."""
+    return Pages(Ground(links, _UnsearchedHits(links, 1), 1, tables, engine), 0)
 
 
 def _device_words(tables: RegionTables) -> list[array[int]]:

@@ -14,7 +14,8 @@ from operator import index as whole
 from typing import Any, NamedTuple
 
 from lmcache_core.buffers import address_of, first_unreachable, held, may_vanish
-from lmcache_core.client.move.devices import Device, allocation_at, device_at
+from lmcache_core.devices.contract import Device
+from lmcache_core.devices.cuda import allocation_at, device_at
 from lmcache_core.errors import StaleRegionError, UsageError
 from lmcache_core.tensors import is_tensor, storage_memory
 from lmcache_core.tokens.namespace import Namespace
@@ -84,6 +85,11 @@ class Place(NamedTuple):
         return self.base + (self.pages - 1) * self.page_stride + self.page_bytes
 
 
+Memory = Callable[[str, Any], tuple[int, int, bool, Any]]
+"""Where a region's buffer is: of its name (for errors) and the buffer the address, the length in bytes, whether it is
+read-only, and what keeps it alive."""
+
+
 class GroupPages(NamedTuple):
     """Pages of one group, by id: int64, as an array or its bytes."""
 
@@ -105,12 +111,15 @@ class RegionTables(NamedTuple):
     shaky: tuple[tuple[tuple[str, Place], ...], ...]  # by group, whose memory may go away although we hold it
 
     @classmethod
-    def of(cls, groups: Sequence[PageGroup]) -> RegionTables:
-        """Check the groups. Raises `UsageError` that names the region, the fault and the cure."""
+    def of(cls, groups: Sequence[PageGroup], memory: Memory | None = None) -> RegionTables:
+        """Check the groups. `memory`: for regions that are not in this process's own memory, where they are; then
+        nothing is looked at there, now or later. Raises `UsageError` that names the region, the fault and the cure."""
         given = tuple(groups)
         if not given:
             raise UsageError("no groups: give at least one PageGroup")
-        places = tuple(_places(number, group) for number, group in enumerate(given))
+        places = tuple(_places(number, group, memory) for number, group in enumerate(given))
+        if memory is not None:
+            return cls(given, places, *_sharing(places), None, (), tuple(() for _ in given))
         device = _device_of(given, places)
         watched = _watched(places, device is not None)
         shaky = tuple(() if device is not None else _shaky(number, own) for number, own in enumerate(places))
@@ -149,7 +158,7 @@ class RegionTables(NamedTuple):
         )
 
 
-def _places(number: int, group: PageGroup) -> tuple[Place, ...]:
+def _places(number: int, group: PageGroup, memory: Memory | None) -> tuple[Place, ...]:
     name = f"group {number}"
     if not group.regions:
         raise UsageError(f"{name} has no regions: give at least one")
@@ -157,7 +166,7 @@ def _places(number: int, group: PageGroup) -> tuple[Place, ...]:
         raise UsageError(f"{name}: pages_per_object is {group.pages_per_object!r}: give 1 or more")
     if group.null_page is not None and type(group.null_page) is not int:
         raise UsageError(f"{name}: null_page is {group.null_page!r}: give a page id, or None")
-    places = tuple(_place(f"{name}, region {at}", region) for at, region in enumerate(group.regions))
+    places = tuple(_place(f"{name}, region {at}", region, memory) for at, region in enumerate(group.regions))
     for at, place in enumerate(places):
         if place.pages != places[0].pages:
             raise UsageError(
@@ -176,7 +185,7 @@ def _places(number: int, group: PageGroup) -> tuple[Place, ...]:
     return places
 
 
-def _place(name: str, region: Region) -> Place:
+def _place(name: str, region: Region, memory: Memory | None) -> Place:
     for field in ("offset", "page_bytes", "page_stride", "pages"):
         value = getattr(region, field)
         if type(value) is not int or value < (field != "offset"):
@@ -188,7 +197,8 @@ def _place(name: str, region: Region) -> Place:
             f"{name}: page_stride is {region.page_stride:,} and page_bytes {region.page_bytes:,}: pages would overlap"
         )
     _check_device(name, region)
-    address, nbytes, readonly, owner = (_device_memory if region.device == "cuda" else _memory)(name, region.buffer)
+    memory = memory or (_device_memory if region.device == "cuda" else _memory)
+    address, nbytes, readonly, owner = memory(name, region.buffer)
     place = Place(address + region.offset, region.page_bytes, region.page_stride, region.pages, readonly, owner)
     if place.end > address + nbytes:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""GPUs, as copies of an engine's pages see them: by CUDA's driver, which all libraries of a process share.
+"""GPUs of NVIDIA: by CUDA's driver, which all libraries of a process share.
 
 Nothing is needed of CUDA's runtime, nor of torch: who has memory on a GPU has the driver. The copies themselves are
 made by threads of the extension (`native/device.h`), which are given the addresses of the driver's calls.
@@ -13,6 +13,7 @@ from collections import deque
 from functools import cache
 from typing import Any
 
+from lmcache_core.devices import contract
 from lmcache_core.errors import UsageError
 
 LIBRARY = "libcuda.so.1"
@@ -31,7 +32,7 @@ _MEMORY_TYPE, _BUFFER_ID, _ORDINAL = 2, 7, 9  # attributes of a pointer
 _ON_DEVICE = 2
 
 
-class DeviceEvent:
+class _Event:
     """A point in what a device was given to do. Dropped, its handle is used again."""
 
     def __init__(self, handle: int, unused: deque[int]) -> None:
@@ -42,7 +43,7 @@ class DeviceEvent:
         self._unused.append(self.handle)
 
 
-class Device:
+class CudaDevice:
     """One GPU, and streams of our own on it, for as long as the process lives."""
 
     def __init__(self, library: str, number: int) -> None:
@@ -56,16 +57,23 @@ class Device:
         self._context = context.value or 0
         streams = [self._made("cuStreamCreate", _NON_BLOCKING) for _ in range(_STREAMS)]
         calls = [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p).value or 0 for name in _CALLS]
-        self.words = array("Q", [*calls, self._context, *streams])
+        self.words = array("Q", [*calls, self._context, contract.PIN_STEP_BYTES, *streams])
 
-    def record(self, stream: int | None) -> DeviceEvent:
-        """Where `stream` stands now. None: torch's current stream, where there is torch, or else the default one."""
+    def record(self, stream: int | None) -> _Event:
+        """See `contract.Device`."""
+        behind = _current_stream(self._number) if stream is None else stream
+        captured = ctypes.c_int()
+        self._within("cuStreamIsCapturing", ctypes.c_void_p(behind), ctypes.byref(captured))
+        if captured.value:
+            raise UsageError(
+                "the stream is being captured into a CUDA graph, which would copy the same pages at each replay: store "
+                "and retrieve outside of the capture"
+            )
         try:
             handle = self._unused.popleft()
         except IndexError:
             handle = self._made("cuEventCreate", _SLEEPS_UNTIMED)
-        event = DeviceEvent(handle, self._unused)
-        behind = _current_stream(self._number) if stream is None else stream
+        event = _Event(handle, self._unused)
         self._within("cuEventRecord", ctypes.c_void_p(handle), ctypes.c_void_p(behind))
         return event
 
@@ -90,11 +98,11 @@ class Device:
 
 
 @cache
-def _device(library: str, number: int) -> Device:
-    return Device(library, number)
+def _device(library: str, number: int) -> CudaDevice:
+    return CudaDevice(library, number)
 
 
-def device_at(address: int) -> Device:
+def device_at(address: int) -> CudaDevice:
     """The GPU that this memory lies on. Raises `UsageError` where there is no driver, or it lies on none."""
     driver = _driver(LIBRARY)
     kind, number = ctypes.c_uint(), ctypes.c_int()
