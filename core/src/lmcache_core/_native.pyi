@@ -172,7 +172,7 @@ class Index:
 class PageTables:
     """Regions of pages, in groups. Of each group: the regions as words (base, page_bytes, page_stride for each), pages,
     pages_per_object, null_page or None, alias, exact (see `client.regions.RegionTables`). The caller holds the memory.
-    `device`: what `client.devices.Device.words` says of the GPU that all of it lies on."""
+    `device`: what `devices.Device.words` says of the GPU that all of it lies on."""
 
     def __new__(cls, groups: tuple[tuple[Any, ...], ...], device: Buffer | None = None) -> Self: ...
 
@@ -214,6 +214,9 @@ class PageJob:
     def nbytes(self) -> int:
         """Bytes to copy."""
     @property
+    def device_s(self) -> float:
+        """Seconds that its threads have spent on a device's copies, behind the event, and on their checksums."""
+    @property
     def fault(self) -> int:
         """What CUDA's driver said when it refused a copy, which stops the job; 0: it did not."""
     def start(self, threads: int, waits: bool, /) -> None:
@@ -221,7 +224,7 @@ class PageJob:
         stopped, when it returns; less than 1 MiB in host memory is done at once in any case."""
     def wait(self, seconds: float, region: int = -1, /) -> bool:
         """Take part until this region (counted through all groups; -1: all of it) is done, for so long; whether it
-        is."""
+        is. A device's copies are only waited for."""
     def ask_to_stop(self, dropped: object = ..., /) -> None:
         """Have the threads leave soon. Waits for nothing, takes no lock. `dropped` is not looked at: this may be what a
         weak reference calls."""
@@ -244,7 +247,8 @@ class Adoption:
     been tampered with since as (None, 0, offset, 0, None, 0): only its slot can be had back. `living` has a byte for
     each worker row: whether its life lock is held. `master`, unless None, is zeroed memory as long as the front of the
     pool: the tables, as they were checked, are written there, too. `distrust`: keep only what has a checksum, and have
-    each reader's process check it once.
+    each reader's process check it once. `torn`: pages may be from different moments, so keep only entries that have
+    their seal. `stored_after`: nor those that were stored up to this Unix second.
     """
 
     def __new__(
@@ -268,6 +272,8 @@ class Adoption:
         object_bytes_max: int,
         master: Any | None,
         distrust: bool,
+        torn: bool,
+        stored_after: int,
     ) -> Self: ...
     @property
     def objects(self) -> int: ...

@@ -244,7 +244,7 @@ def test_a_tier_may_have_any_name_that_matches(registry: Registry, name: str) ->
         (["--drain_s", "minus"], r"drain_s \(--drain_s\): must be a valid number$"),
         (["--l1.keep_pool", "maybe"], r"l1\.keep_pool .*: must be a valid boolean$"),
         (["--l1.size_bytes", "8 gigs"], r"l1\.size_bytes .*'8 gigs' is not a size"),
-        (["--l1.backing", "disk"], r"l1\.backing .*'shm', 'memfd' or 'hugetlb'"),
+        (["--l1.backing", "disk"], r"l1\.backing .*'shm', 'memfd', 'hugetlb' or 'file'"),
         (["--name", "No Good"], r"name .*lower-case letters"),
         (["--zmq.tcp", "0.0.0.0:5555"], "requires CURVE"),
         (["--zmq.tcp", "5555"], "not an address"),

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
@@ -147,17 +148,19 @@ def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
 
 def _surroundings(settings: Settings, running_bytes: int) -> Iterator[Finding]:
     """`running_bytes`: the memory of the pool of a server that runs, which the next one gets."""
-    from lmcache_core.pool.backing import Backing, segment_path
+    from lmcache_core.pool.backing import SHM_DIR, Backing, segment_path
     from lmcache_core.pool.making import check_fits
     from lmcache_core.protocol.hostport import HostPort
     from lmcache_core.settings.sizes import size_text
 
     try:
         header = header_of(settings)
-        there = segment_path(header.name) if header.backing is Backing.SHM else None
+        there = segment_path(header.name) if header.backing is Backing.SHM else settings.l1.path
+        if header.backing is Backing.FILE and there is not None:
+            yield from _on_disk(there, header.name)
         there_bytes = 0 if there is None or not there.exists() else there.stat().st_blocks * STAT_BLOCK_BYTES
         there_bytes = there_bytes or running_bytes
-        found = check_fits(header, there_bytes=there_bytes)
+        found = check_fits(header, there_bytes=there_bytes, shm_dir=SHM_DIR if there is None else there.parent)
     except CacheError as error:
         yield Finding.of_error("l1", error, "change l1.size_bytes")
     else:
@@ -172,6 +175,23 @@ def _surroundings(settings: Settings, running_bytes: int) -> Iterator[Finding]:
     if settings.l2:
         yield _state(settings)
     yield from (_unbounded(name) for name, tier in settings.l2.items() if tier.capacity_bytes is None)
+
+
+def _on_disk(path: Path, name: str) -> Iterator[Finding]:
+    """Raises `PoolError` where no server of this name would begin."""
+    from lmcache_core.pool import on_disk
+    from lmcache_core.pool.ownership import open_ours
+
+    on_disk.check_place(path)
+    if (file := open_ours(path)) is not None:
+        with contextlib.closing(file):
+            on_disk.check_ours(file.fileno(), path, name)
+    if kind := on_disk.lies_in_memory(path):
+        yield Finding(False, "l1.path", f"{path} is on {kind}, which ends with the machine: name a file on a disk")
+    else:
+        yield Finding(
+            True, "l1.path", f"{path} is on {on_disk.file_system_of(path.parent) or 'an unknown file system'}"
+        )
 
 
 def header_of(settings: Settings) -> Header:

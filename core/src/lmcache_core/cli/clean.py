@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_core.cli.table import print_table
@@ -27,8 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", action="append", default=[], dest="names_too", metavar="NAME", help="as NAME")
     parser.add_argument("--runtime-dir", metavar="DIR", help="where the servers keep their sockets")
     parser.add_argument(
-        "-y", "--yes", action="store_true", help="do not ask; needed without a terminal if no NAME is given"
+        "-y", "--yes", action="store_true", help="do not ask; needed without a terminal if nothing is named"
     )
+    parser.add_argument(
+        "--file", type=Path, action="append", default=[], metavar="FILE",
+        help="a pool on a disk (l1.path); may be given several times. Without NAME, nothing else is removed",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.add_argument("--json", action="store_true", help="print a JSON list: path, state, nbytes, reason")
 
@@ -41,15 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
     root = given_root(arguments.runtime_dir) or runtime_root()
     names = [*arguments.names, *arguments.names_too]
     asks = not (arguments.dry_run or arguments.yes)
-    if asks and not names and not sys.stdin.isatty():
+    if asks and not (names or arguments.file) and not sys.stdin.isatty():
         raise UsageError("this would remove what every dead server left, and nobody can be asked: give NAMEs, or --yes")
     if asks and not arguments.json and sys.stdin.isatty():
-        found = clean(root, names, dry_run=True)
+        found = clean(root, names, dry_run=True, files=arguments.file)
         if any(each.state is CleanState.WOULD_REMOVE for each in found):
             _print(found)
             if not _agreed():
                 return 0
-    found = clean(root, names, dry_run=arguments.dry_run)
+    found = clean(root, names, dry_run=arguments.dry_run, files=arguments.file)
     if arguments.json:
         records = [
             {"path": str(each.path), "state": each.state, "nbytes": each.nbytes, "reason": each.reason}

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
 GROUPS = {"plugins"}  # below these there are others, also of other packages
 # Commands of other packages, benches among them. Without the package, they say what to install.
 _BENCHES = "rpc copy pages prompt alloc clear l2 policy serde hash lookup restart engine peer "
-_BENCHES += "peer-tier observe hints hooks all"
+_BENCHES += "peer-tier transfer backing gpu observe hints blend hooks all"
 ELSEWHERE = {
     "demo": "lmcache-transformers[demo]",
     **dict.fromkeys(("plugins new", "plugins certify"), "lmcache-testing"),

@@ -70,8 +70,10 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     },
     (Kind.COMPANION, "l0"): "lmcache-l0",
     (Kind.EVENT_SUBSCRIBER, "kv_events"): "lmcache-kv-events",
+    (Kind.HELPER, "copier"): "lmcache-copier",
     (Kind.HELPER, "http"): "lmcache-http",
     (Kind.OPERATION, "record"): "lmcache-lab",
+    (Kind.OPERATION, "blend"): "lmcache-blend",
     (Kind.TRACER, "otel"): "lmcache-otel",
     **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
 }

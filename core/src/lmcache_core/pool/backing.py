@@ -1,4 +1,4 @@
-"""Where the pool's memory is: a named file in /dev/shm, an unnamed memfd, or an unnamed memfd on huge pages."""
+"""Where the pool's memory is: a named file in /dev/shm, an unnamed memfd, perhaps on huge pages, or a disk's file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Backing(StrEnum):
     SHM = "shm"  # named: tools and other containers attach by name
     MEMFD = "memfd"  # no name to leak, no limit of /dev/shm, and sealed: no worker can truncate it
     HUGETLB = "hugetlb"  # like memfd, with pages that vm.nr_hugepages reserves
+    FILE = "file"  # at a path that the settings name: it outlives a reboot (`pool/on_disk.py`)
 
     @property
     def has_name(self) -> bool:
         """Whether the next server finds the pool of a dead one."""
-        return self is Backing.SHM
+        return self in (Backing.SHM, Backing.FILE)
 
     @property
     def page_bytes(self) -> int:

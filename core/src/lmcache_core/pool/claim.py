@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import random
 import secrets
@@ -88,7 +89,7 @@ def listener_at(path: Path) -> Living | None:
 
 def claims_in(directory: Path, stem: str) -> Iterator[Path]:
     """The claims of our uid on this name, dead or alive. A file of somebody else's says nothing."""
-    for path in sorted(directory.glob(f"{stem}.*{SUFFIX}")):
+    for path in sorted(directory.glob(f"{glob.escape(stem)}.*{SUFFIX}")):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.geteuid() and path.is_socket():
                 yield path

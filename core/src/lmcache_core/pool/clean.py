@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import PoolBusyError, PoolError, UntrustedError, UsageError
+from lmcache_core.pool import on_disk
 from lmcache_core.pool.backing import FILE_PREFIX, LIFELINE_NAME, SHM_DIR, check_name
 from lmcache_core.pool.claim import SUFFIX, Claim, living_claim, stem_of
 from lmcache_core.pool.header import KEPT_OFFSET
@@ -45,6 +47,7 @@ def clean(
     *,
     dry_run: bool = False,
     shm_dir: Path = SHM_DIR,
+    files: Sequence[Path] = (),
 ) -> list[Cleaned]:
     """Remove segments, claims and sockets of dead servers of our uid.
 
@@ -52,10 +55,14 @@ def clean(
     leaves in a runtime directory is searched in `runtime_dir` and one level below: its claims on NAME, and the lock
     file NAME.lock of former versions. With them the socket NAME.sock beside them is removed, or, in a directory called
     NAME, every socket there and the directory itself, if it is then empty. A server is dead if nobody listens at its
-    claims; locks that others hold on its files do not matter.
+    claims; locks that others hold on its files do not matter. `files`: pools on disks (`l1.path`), which no name leads
+    to; with them, and without names, nothing else is removed.
     """
+    on_disks = [cleaned for path in files for cleaned in _clean_file(path, dry_run)]
+    if files and not names:
+        return on_disks
     wanted = {check_name(name) for name in names}
-    found: list[Cleaned] = []
+    found = on_disks
     for path in _segments(shm_dir):
         if _selected(path.name.rpartition(".")[2], wanted):
             found += _clean(path, path.name, dry_run, segment=True, kept_too=bool(wanted))
@@ -72,6 +79,17 @@ def clean(
         else:
             found += _clean(path, name, dry_run, segment=False, kept_too=True)
     return [*found, *(Cleaned(path, CleanState.REFUSED, reason=reason) for path, reason in refused.items())]
+
+
+def _clean_file(path: Path, dry_run: bool) -> Iterator[Cleaned]:
+    try:
+        with contextlib.closing(Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)) as file:
+            if not on_disk.is_pool(file.fileno()):
+                raise PoolError("it is not a pool of lmcache-core")
+    except (PoolError, OSError) as error:
+        yield Cleaned(path, CleanState.REFUSED, reason=str(error))
+        return
+    yield from _clean(path, path.name, dry_run, segment=True, kept_too=True)
 
 
 def _segments(shm_dir: Path) -> list[Path]:

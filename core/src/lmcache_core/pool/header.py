@@ -47,11 +47,14 @@ KEPT_OFFSET = 1088  # u64, not 0 if the last server kept the pool on purpose; th
 CLEARS_OFFSET = 1216  # u64, `Epochs.digest` when the L1 was last cleared: what it has now is of those epochs
 PUBLISHED_OFFSET = 1280  # u64, counts up after each publication in the index; workers wait for it, by futex
 PROOF_OFFSET = 1152  # u64, a random number of each server: knowing it proves a mapping of the pool
+BOOT_OFFSET = 1344  # u64, names the boot of the machine in which the pool was last served (`pool/on_disk.py`)
+FLUSHED_OFFSET = 1408  # u64, not 0 if all of a pool on a disk is there, as its last server left it
+CLEARED_OFFSET = 1472  # u64, Unix second of the last clear of a pool on a disk
 SERVING_OFFSET = 1024  # in its own cache line: every reader checks it, one server writes it
 EPOCH_MASK = (1 << 24) - 1
 INDEX_MARK_BYTES = 2
 _INDEX_ENTRIES_MIN = 4096
-_BACKING_CODES = {Backing.SHM: 1, Backing.MEMFD: 2, Backing.HUGETLB: 3}
+_BACKING_CODES = {Backing.SHM: 1, Backing.MEMFD: 2, Backing.HUGETLB: 3, Backing.FILE: 4}
 _BACKINGS = {code: backing for backing, code in _BACKING_CODES.items()}
 
 _FORM = struct.Struct("<8s 21Q 64s")

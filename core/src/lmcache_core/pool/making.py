@@ -11,7 +11,7 @@ from pathlib import Path
 from lmcache_core.errors import NotEnoughMemoryError, PoolError, PoolMismatchError
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
-from lmcache_core.pool.backing import SHM_DIR, Access, Backing
+from lmcache_core.pool.backing import SHM_DIR, Access
 from lmcache_core.pool.header import Header
 from lmcache_core.pool.room import Room, check_room, room
 
@@ -33,8 +33,8 @@ def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> H
 
 
 def check_fits(header: Header, *, shm_dir: Path = SHM_DIR, there_bytes: int = 0) -> Room:
-    """Where a new segment gets its memory: for the objects, the tables and the index. `there_bytes`: of a former
-    segment that it replaces. Raises `NotEnoughMemoryError`."""
+    """Where a new segment gets its memory: for the objects, the tables and the index. `shm_dir`: where its file is.
+    `there_bytes`: of a former segment that it replaces. Raises `NotEnoughMemoryError`."""
     found = room(header.backing, mount=shm_dir)
     check_room(header.segment_bytes - there_bytes, found, what=f"pool {header.name!r}")
     return found
@@ -46,7 +46,7 @@ def size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:
     front_bytes = header.index_offset + header.index_bytes
     try:
         os.ftruncate(fd, header.segment_bytes)
-        if header.backing is not Backing.SHM:
+        if not header.backing.has_name:
             backings.seal(fd)
         # The index, too: readers touch any entry, and on a full host a hole would give them SIGBUS.
         os.posix_fallocate(fd, 0, headers.round_up(front_bytes, header.backing.page_bytes))

@@ -48,25 +48,30 @@ def own_segment(
     adoptable: Callable[[int], Header],
     undo: contextlib.ExitStack,
     why_cold: str = "",
+    check_ours: Callable[[int], None] | None = None,
 ) -> Owned:
     """The segment file, for the holder of the claim on it: a new one that we made, or a dead server's that
     `adoptable(fd)` accepted.
 
-    `adoptable` raises PoolMismatchError with the reason if it does not accept it. If the creation fails later, a new
+    `adoptable` raises PoolMismatchError with the reason if it does not accept it. `check_ours`: raises PoolError for a
+    file that is not to be touched; None: the name says enough. If the creation fails later, a new
     file is removed again; an adopted one is not.
     """
     found = open_ours(path)
     if found is None:
         return Owned(_made(path, name, undo))
     with contextlib.closing(found) as stale:
+        if check_ours is not None:
+            check_ours(stale.fileno())
         if not os.fstat(stale.fileno()).st_size:  # its maker died at once; it may be open elsewhere, so no filling it
             unlink(stale, path)
             return Owned(_made(path, name, undo))
         why_cold = why_cold or 'l1.on_stale is "recreate"'
         if on_stale is OnStale.REFUSE:
+            command = name if check_ours is None else f"--file {path}"
             raise PoolError(
-                f"{path} is left over from a server that has ended: run lmcache-core clean {name}, or set l1.on_stale "
-                f'= "{OnStale.ADOPT}" or "{OnStale.RECREATE}"'
+                f"{path} is left over from a server that has ended: run lmcache-core clean {command}, or set "
+                f'l1.on_stale = "{OnStale.ADOPT}" or "{OnStale.RECREATE}"'
             )
         if on_stale is OnStale.ADOPT:
             try:

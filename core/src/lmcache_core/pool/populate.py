@@ -187,6 +187,9 @@ class Populator:
 
     def _step(self) -> None:
         header = self._header
+        if header.backing is Backing.FILE:  # it has its blocks already, and its pages come when they are used
+            self.populated_bytes = header.data_bytes
+            return
         offset = header.data_offset + self.populated_bytes
         nbytes = min(self._step_bytes, header.data_bytes - self.populated_bytes)
         so_far = f"{self.populated_bytes >> 20:,} of {header.data_bytes >> 20:,} MiB are populated"

@@ -13,6 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class Process(NamedTuple):
     """A process as the system names it. All zero: unknown."""
@@ -40,11 +42,18 @@ def start_of(pid: int) -> int:
     return 0
 
 
+def our_boot() -> int:
+    """A number of this boot of the machine; 0: unknown."""
+    with contextlib.suppress(OSError):
+        return int.from_bytes(sha256(_BOOT_ID.read_bytes()).digest()[:8], "little") or 1
+    return 0
+
+
 @lru_cache(maxsize=1)
 def our_namespace() -> int:
     """0: unknown."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        boot = _BOOT_ID.read_bytes()
         found = Path("/proc/self/ns/pid").stat()
         named = boot + f"{found.st_dev}:{found.st_ino}".encode()
         return int.from_bytes(sha256(named).digest()[:8], "little") or 1

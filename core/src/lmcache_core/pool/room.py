@@ -27,6 +27,7 @@ class LimitedBy(StrEnum):
     MOUNT = "mount"
     MACHINE = "machine"
     CONTROL_GROUP = "control group"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Room:
 def room(backing: Backing = Backing.SHM, *, mount: Path = SHM_DIR, root: Path = Path("/")) -> Room:
     """The least of: free on the mount, available on the machine, limit minus usage of every control group.
 
-    `mount` counts for backing shm only. Machine and control groups each keep a reserve for everyone else.
+    `mount` counts for a backing with a name; a file on a disk needs nothing else, as the system writes its pages back
+    when memory is short. Machine and control groups each keep a reserve for everyone else.
     `root` is where /proc and /sys are looked up. What cannot be read sets no limit.
     """
     rooms: list[tuple[int, LimitedBy, str]] = []
@@ -54,16 +56,17 @@ def room(backing: Backing = Backing.SHM, *, mount: Path = SHM_DIR, root: Path = 
         free = (memory.get("HugePages_Free", 0) - memory.get("HugePages_Rsvd", 0)) * HUGE_PAGE_BYTES
         # Huge pages were taken from the machine when they were reserved, and memory groups do not count them.
         rooms.append((free, LimitedBy.MACHINE, "huge pages"))
-    else:
+    elif backing is not Backing.FILE:
         if "MemAvailable" in memory:
             spare = (memory["MemAvailable"] * 1024) - _reserve(memory["MemTotal"] * 1024)
             rooms.append((spare, LimitedBy.MACHINE, "the machine"))
         for path, limit, used in control_groups(root):
             rooms.append((limit - used - _reserve(limit), LimitedBy.CONTROL_GROUP, f"control group {path}"))
-    if backing is Backing.SHM:
+    if backing.has_name:
         held = os.statvfs(mount)
         if held.f_blocks:  # 0 blocks: a mount without a limit
-            rooms.append((held.f_bavail * held.f_frsize, LimitedBy.MOUNT, str(mount)))
+            limited_by = LimitedBy.DISK if backing is Backing.FILE else LimitedBy.MOUNT
+            rooms.append((held.f_bavail * held.f_frsize, limited_by, str(mount)))
     nothing_known = (_UNLIMITED_BYTES, LimitedBy.MACHINE, "the machine")
     least, by, where = min(rooms, key=lambda entry: entry[0], default=nothing_known)
     return Room(max(least, 0), by, where, {name: max(nbytes, 0) for nbytes, _, name in rooms})
@@ -75,6 +78,11 @@ def check_room(needed_bytes: int, found: Room, *, what: str = "the L1 pool") -> 
         return
     has, needs = _gib(found.available_bytes), _gib(needed_bytes)
     whole_gib = -(-needed_bytes // _GIB)
+    if found.limited_by is LimitedBy.DISK:
+        raise NotEnoughMemoryError(
+            f"{found.where} has {has} GiB free and {what} needs {needs} GiB",
+            cure="free some there, make the pool smaller, or name another disk in l1.path",
+        )
     if found.limited_by is LimitedBy.MOUNT:
         raise NotEnoughMemoryError(
             f"{found.where} holds {has} GiB free and {what} needs {needs} GiB",

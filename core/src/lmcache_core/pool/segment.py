@@ -8,6 +8,7 @@ anything.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -33,6 +34,7 @@ from lmcache_core.limits import REPAIR_STEP_BYTES, UNLOCKED_ROWS_TRIED
 from lmcache_core.native import native
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
+from lmcache_core.pool import on_disk
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.backing import LIFELINE_NAME, SHM_DIR, Access, Backing
 from lmcache_core.pool.claim import Claim, claim
@@ -40,12 +42,14 @@ from lmcache_core.pool.header import MAGIC, TALLY_BYTES, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
 from lmcache_core.pool.liveness import Life, by_lock, by_process
 from lmcache_core.pool.making import adoptable, check_fits, read_header, size
-from lmcache_core.pool.mapping import Mapping
+from lmcache_core.pool.mapping import Mapping, flush
 from lmcache_core.pool.master import Master
 from lmcache_core.pool.ownership import OnStale, own_segment, same_file, unlink
-from lmcache_core.pool.processes import UNKNOWN, Process
+from lmcache_core.pool.processes import UNKNOWN, Process, our_boot
 from lmcache_core.pool.tables import LayoutRow, Tables, WorkerRow
 from lmcache_core.trust import Trust
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
 
@@ -65,6 +69,9 @@ class Segment:
         self.adopted = False  # it was a dead server's, and its content is kept
         self.recreated = False  # a dead server's segment of this name was found and freed …
         self.why_cold = ""  # … for this reason
+        self.rebooted = False  # it was adopted from a disk, and the machine has started anew since it was served …
+        self.stored_after_s = 0  # … in disorder: what was stored up to this Unix second may have been cleared
+        self._began = False  # the owner may have changed something
         self._former_epoch = 0
         self._epoch = 0  # this server's own
         self._mapping: Mapping | None = Mapping(descriptor.fileno(), header.segment_bytes)
@@ -100,6 +107,7 @@ class Segment:
         why_not_adopt: str = "",
         index_entries: int | None = None,
         shm_dir: Path = SHM_DIR,
+        file: Path | None = None,
     ) -> Segment:
         """Make the pool, and own it until `close` or death.
 
@@ -115,23 +123,33 @@ class Segment:
         Trust.of_server(runtime_dir.parent).open_directory(runtime_dir, make_mode=0o700).close()
         with contextlib.ExitStack() as undo:
             claims = [claim(runtime_dir, name, name, undo, [LIFELINE_NAME])]
-            path, owned = None, None
+            path, owned, ours = None, None, None
             if backing is Backing.SHM:
                 path = backings.segment_path(name, shm_dir)
-                claims.append(claim(shm_dir, path.name, name, undo))
-                owned = own_segment(path, name, on_stale, partial(adoptable, header, access, gids), undo, why_not_adopt)
+            elif backing is Backing.FILE:
+                if file is None:
+                    raise UsageError("a pool of backing file needs the path of its file (l1.path)")
+                path, ours = file, partial(on_disk.check_ours, path=file, name=name)
+                on_disk.check_place(path)
+            if path is not None:
+                claims.append(claim(path.parent, path.name, name, undo))
+                mine = partial(adoptable, header, access, gids)
+                owned = own_segment(path, name, on_stale, mine, undo, why_not_adopt, ours)
             former = None if owned is None else owned.adopted
             if former is None:
-                check_fits(header, shm_dir=shm_dir)
+                check_fits(header, shm_dir=shm_dir if path is None else path.parent)
             if owned is not None:
                 descriptor = owned.file
             else:
                 descriptor = Descriptor.of(backings.create_memfd(name, backing))
                 undo.callback(descriptor.close)
-            if former is not None:
+            if former is None and backing is Backing.FILE and path is not None:
+                os.pwrite(descriptor.fileno(), on_disk.MAKING, 0)
+                on_disk.allocate(descriptor.fileno(), header, path)
+            if former is not None and not on_disk.is_of_former_boot(descriptor.fileno(), header):
                 # the same boot: workers that map it keep their mapping
                 header = replace(header, boot_id=former.boot_id, created_ns=former.created_ns)
-            else:
+            elif former is None:
                 size(descriptor.fileno(), header, access, gids)
             segment = cls(descriptor, header, claims, path)
             undo.callback(segment.close)
@@ -149,13 +167,57 @@ class Segment:
         master = self._owned()
         kept: int = self._word(headers.KEPT_OFFSET)[0]
         self._former_epoch = (self.serving or kept) & headers.EPOCH_MASK
-        clears = self.clears.to_bytes(8, "little")  # they stay, in case that this server dies before it has looked
-        page = headers.encode(self.header).ljust(headers.CLEARS_OFFSET, b"\0") + clears
+        # These stay, in case that this server dies before it has looked.
+        stay = (headers.CLEARS_OFFSET, headers.BOOT_OFFSET, headers.FLUSHED_OFFSET, headers.CLEARED_OFFSET)
+        words = {offset: int(self._word(offset)[0]) for offset in stay}
+        if self.adopted and self.header.backing is Backing.FILE:
+            self.rebooted = not on_disk.is_of_this_boot(words[headers.BOOT_OFFSET])
+            in_disorder = self.rebooted and not words[headers.FLUSHED_OFFSET]
+            self.stored_after_s = words[headers.CLEARED_OFFSET] if in_disorder else 0
+        page = headers.encode(self.header)
+        for offset, word in words.items():
+            page = page.ljust(offset, b"\0") + word.to_bytes(8, "little")
         page = page.ljust(headers.HEADER_BYTES, b"\0")
         end = len(MAGIC)
         master.write(end, page[end:])
         # Magic last: a segment with it is complete.
         master.write(0, page[:end])
+
+    def begin(self) -> None:
+        """The owner calls it before its first change; one that fails on its way leaves what it has found. On a disk the
+        header's page says from here on: of this boot, and in disorder."""
+        self._began = True
+        if self.header.backing is Backing.FILE:
+            self._write_word(headers.BOOT_OFFSET, our_boot())
+            self._write_word(headers.FLUSHED_OFFSET, 0)
+            flush(self.mapping.address, headers.HEADER_BYTES)
+
+    def note_cleared(self, now_s: int) -> None:
+        """A clear begins at this Unix second: on a disk, it is kept before this returns, so that nothing comes back
+        after a power cut. The owner calls it. Raises `PoolError` if the disk does not take it."""
+        if self.header.backing is not Backing.FILE:
+            return
+        self._write_word(headers.CLEARED_OFFSET, max(now_s, int(self._word(headers.CLEARED_OFFSET)[0])))
+        try:
+            flush(self.mapping.address, headers.HEADER_BYTES)
+        except OSError as error:
+            raise PoolError(
+                f"{self.path} does not take the clear ({error.strerror}), so what is cleared may come back after a "
+                "power cut: see to its disk"
+            ) from error
+
+    def _end_on_disk(self) -> None:
+        """Everything is on the disk, and then the word that says so."""
+        if self.header.backing is Backing.FILE:
+            try:
+                os.fsync(self.fileno())
+                self._write_word(headers.FLUSHED_OFFSET, 1)
+                os.fsync(self.fileno())
+            except OSError as error:
+                log.warning("%s cannot be flushed, and counts as after a power cut: %s", self.path, error.strerror)
+
+    def _write_word(self, offset: int, value: int) -> None:
+        self._owned().write(offset, value.to_bytes(8, "little"))
 
     def _word(self, offset: int) -> memoryview:
         return self._buffer[offset : offset + 8].cast("Q")
@@ -291,7 +353,7 @@ class Segment:
         """Publish that the server with this lease epoch answers for the index; 0: nobody does. The owner calls it."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
-        self._owned().write(headers.SERVING_OFFSET, epoch.to_bytes(8, "little"))
+        self._write_word(headers.SERVING_OFFSET, epoch)
         if epoch:
             self._epoch = epoch
 
@@ -354,7 +416,7 @@ class Segment:
         living = bytearray(self.header.worker_rows)
         for row in range(len(living)):
             found = tables.found_row(row)
-            if not found.claimed or self._row_left(row, found):
+            if not found.claimed or self.rebooted or self._row_left(row, found):
                 tables.clear_row(row)
             else:
                 living[row] = 1
@@ -465,7 +527,9 @@ class Segment:
         claims, self.claims = self.claims, ()
         if claims and keep and self.path is not None:
             kept = 1 << 32 | (self._epoch or self._former_epoch)
-            self._owned().write(headers.KEPT_OFFSET, kept.to_bytes(8, "little"))
+            self._write_word(headers.KEPT_OFFSET, kept)
+            if self._began:
+                self._end_on_disk()
         elif claims and self.path is not None:
             unlink(self._descriptor, self.path)
         for each in claims:

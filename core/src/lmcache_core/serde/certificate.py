@@ -62,13 +62,22 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 def certificate_for(
-    lossy: Described, path: Path, divergence_max: float, agreement_min: float, setting: str
+    lossy: Described,
+    path: Path,
+    divergence_max: float,
+    agreement_min: float,
+    setting: str,
+    *,
+    measure: str = "",
+    relax: str = "use a serde that loses less, or relax divergence_max and agreement_min of the tier",
 ) -> Certificate:
     """The certificate in a file, for a chain with these lossy codecs. Raises `SettingsError` with the cure if the file
     cannot be read, has no such chain, or says that it changes answers more than is allowed. `setting`: the one that
-    demands it."""
+    demands it. `measure`, `relax`: the options that measure it, and what to do if it changes too much; those of serdes
+    by default."""
     chain = ",".join(name for name, _ in lossy)
-    cure = f"measure with `lmcache-core quality MODEL --serde {chain} --certificate {path}`, or leave {setting} out"
+    measure = measure or f"--serde {chain}"
+    cure = f"measure with `lmcache-core quality MODEL {measure} --certificate {path}`, or leave {setting} out"
     certificate = _read(path, setting, cure)
     wanted = _plain(lossy)
     measured = next((each for each in certificate.chains if _plain(each.lossy) == wanted), None)
@@ -78,7 +87,7 @@ def certificate_for(
     for what in _beyond(measured, divergence_max, agreement_min):
         raise SettingsError(
             f"{setting}: {chain} changes the answers of {certificate.model} too much: {what}",
-            cure="use a serde that loses less, or relax divergence_max and agreement_min of the tier",
+            cure=relax,
         )
     return certificate
 

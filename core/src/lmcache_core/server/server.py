@@ -82,6 +82,7 @@ class Server:
             self._arrivals: deque[socket.socket] = deque()  # clients in this process, until the loop accepts them
             self.drain_until_s: float | None = None
             self._chores_at_s = 0.0
+            parts.segment.begin()
             parts.listener.serve(self._accept)
             parts.populator.start()
             parts.l1.serve_index(not parts.request_watch.on)
@@ -451,7 +452,7 @@ class Server:
 
     def _free_cleared(self) -> None:
         parts = self.parts
-        while parts.settings.l1.keep_pool and parts.kernel.clearing:
+        while parts.settings.l1.keeps_pool and parts.kernel.clearing:
             parts.kernel.free_cleared(parts.clock.now)  # otherwise the next server would find what was cleared here
 
     def _remove_directory(self) -> None:
@@ -461,7 +462,7 @@ class Server:
     def _decide_keeping(self) -> None:
         """Keep the pool for the next server, if requested and nothing of ours can touch it any more."""
         parts = self.parts
-        if not parts.settings.l1.keep_pool:
+        if not parts.settings.l1.keeps_pool:
             return
         why_not = ""
         if not self._lanes_ended:

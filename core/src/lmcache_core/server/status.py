@@ -72,6 +72,8 @@ def _described(server: Server) -> dict[str, Any]:
         },
         "pool": {
             "backing": str(segment.info.backing),
+            "path": None if segment.path is None else str(segment.path),
+            "rebooted": segment.rebooted,
             "nbytes": segment.info.nbytes,
             "boot_id": f"{segment.info.boot_id:016x}",
             "name_lost": server.name_lost,

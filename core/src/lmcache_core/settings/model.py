@@ -117,7 +117,12 @@ class L1Settings(Section):
     """The shared-memory pool."""
 
     size_bytes: Size = Field(default=1 << 30, description="bytes of shared memory for objects")
-    backing: Literal["shm", "memfd", "hugetlb"] = Field(default="shm", description="where the memory comes from")
+    backing: Literal["shm", "memfd", "hugetlb", "file"] = Field(
+        default="shm", description="where the memory comes from"
+    )
+    path: OptionalPath = Field(
+        default=None, description="with backing file: the pool's file, on a disk of this machine"
+    )
     eviction: Component = Field(default=Component(type="lru"), description="which objects are evicted first")
     watermark: Fraction = Field(
         default=limits.L1_WATERMARK, description="fill level at which background eviction starts"
@@ -135,16 +140,31 @@ class L1Settings(Section):
         description="what to do with a pool left by a dead server: adopt it, recreate it, or refuse to start",
     )
     adopt: AdoptSettings = AdoptSettings()
-    keep_pool: bool = Field(default=False, description="keep the pool for the next server at a clean shutdown")
+    keep_pool: bool | None = Field(
+        default=None, description="keep the pool for the next server at a clean shutdown; unset: with backing file"
+    )
 
     @model_validator(mode="after")
     def _kept(self) -> Self:
-        if self.keep_pool and self.backing != "shm":
-            cure = 'set backing = "shm"'
+        if self.keep_pool and self.backing not in ("shm", "file"):
+            cure = 'set backing = "shm", or "file"'
             raise SettingsError(f"keep_pool needs a named pool, which {self.backing} is not", cure=cure)
+        if (self.path is None) == (self.backing == "file"):
+            words = (
+                'backing = "file" needs path'
+                if self.path is None
+                else f'path is given, and backing is "{self.backing}"'
+            )
+            cure = "set path to a file on a disk" if self.path is None else 'set backing = "file", or remove path'
+            raise SettingsError(words, cure=cure)
         if self.index_entries & (self.index_entries - 1):
             raise SettingsError(f"index_entries is {self.index_entries}", cure="use a power of two, or 0")
         return self
+
+    @property
+    def keeps_pool(self) -> bool:
+        """`keep_pool`, or what holds without it."""
+        return self.backing == "file" if self.keep_pool is None else self.keep_pool
 
     @model_validator(mode="after")
     def _groups(self) -> Self:

@@ -13,6 +13,7 @@ from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import LIFE_CHECK_S_MAX, LIFE_CHECK_S_MIN, OBJECT_BYTES_MAX, SLAB_BYTES_MIN
 from lmcache_core.native import native
 from lmcache_core.observe.lines import named
+from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.pool.verifying import Verifying
@@ -45,6 +46,8 @@ def read_pool(segment: Segment, living: bytes, *, distrust: bool = False) -> Ado
         object_bytes_max=OBJECT_BYTES_MAX,
         master=None if segment.master is None else segment.master.buffer,
         distrust=distrust,
+        torn=segment.rebooted,
+        stored_after=segment.stored_after_s,
     )
 
 
@@ -52,11 +55,12 @@ class FormerPool:
     """What a dead server left, read and repaired. Meanwhile nobody may find anything in it without a call."""
 
     def __init__(self, segment: Segment, verify: str) -> None:
-        """`verify`: `AdoptSettings.verify`."""
+        """`verify`: `AdoptSettings.verify`. Of a pool on a disk, "never" means "first"."""
         self.began_s = time.monotonic()
         segment.serve(0)
         self.segment = segment
-        self.verify = verify
+        on_disk = segment.info.backing is Backing.FILE  # which may have other bytes than were there
+        self.verify = verify = "first" if on_disk and verify == "never" else verify
         living = segment.living_rows()
         self.living_rows = [row for row, lives in enumerate(living) if lives]
         pool = read_pool(segment, living, distrust=verify != "never")

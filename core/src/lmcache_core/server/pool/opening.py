@@ -39,6 +39,7 @@ def open_pool(settings: Settings, directory: Path) -> Segment:
         on_stale=on_stale,
         why_not_adopt=why_not,
         index_entries=l1.index_entries or None,
+        file=l1.path,
     )
 
 

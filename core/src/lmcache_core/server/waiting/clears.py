@@ -7,11 +7,13 @@ under the new epoch.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from lmcache_core.errors import CacheError, SettingsError
+from lmcache_core.errors import CacheError, PoolError, SettingsError
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.sessions import SERVER_SESSION
@@ -50,11 +52,14 @@ class Clears:
         """
         tiering = self._l1.tiering
         if not request.tiers or tiering is None:
+            if failed := self._note_begin():
+                raise failed
             return self._answer(session, request, request.tiers)
         tiering.move_epoch(request.namespace, partial(self._moved, session, request))
         return None
 
     def _moved(self, session: Session, request: m.Clear, error: Exception | None) -> None:
+        error = error or self._note_begin()
         reply = self._answer(session, request, tiers=error is None)
         self._l1.apply()
         self._note()
@@ -73,6 +78,8 @@ class Clears:
         return None
 
     def _cleared_elsewhere(self, scopes: Sequence[int | None]) -> None:
+        if failed := self._note_begin():
+            log.warning("%s", failed)
         for namespace in scopes:
             self._begin(namespace, True, SERVER_SESSION)
         self._l1.apply()
@@ -100,6 +107,14 @@ class Clears:
             session.send(_reply(clearing, rid))
         self._note()
         return self._kernel.clearing
+
+    def _note_begin(self) -> PoolError | None:
+        """Note in the pool when it is cleared, before anything is; what is in the way, if it lies on a disk."""
+        try:
+            self._l1.segment.note_cleared(math.ceil(time.time()))
+        except PoolError as error:
+            return error
+        return None
 
     def _note(self) -> None:
         """Note in the pool for which epochs it is cleared, once nothing is left that a clear has to free: a server that
