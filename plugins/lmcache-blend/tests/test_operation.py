@@ -1,0 +1,166 @@
+"""The operation in a real server, with a disk: what it answers is what the library finds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
+
+from lmcache_blend import Chunks
+from lmcache_blend.messages import Answer, BlendRequest, PlanPrompt, UnifiedLookup
+from lmcache_blend.operation import OPERATION, SPACES_MAX, registration
+from lmcache_core import Client, Server
+from lmcache_core.errors import UsageError
+from lmcache_core.tokens.keys import chunk_keys
+from lmcache_testing import OperationContract
+from lmcache_testing.embedded import embedded_server
+from lmcache_testing.waiting import WAIT_S, until
+
+pytest.importorskip("lmcache_fs")
+
+TEXT = np.random.default_rng(7).integers(2, 1000, 400)
+
+
+@pytest.fixture
+def client(start: Callable[..., Server], tmp_path: Path) -> Iterator[Client]:
+    server = start(
+        l1={"size_bytes": 8 << 20, "backing": "memfd"}, l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}}
+    )
+    with server.connect() as client:
+        yield client
+
+
+def call(client: Client, request: msgspec.Struct) -> Answer:
+    return client.call_operation(OPERATION, BlendRequest(request), Answer)  # type: ignore[arg-type]
+
+
+def drop(chunks: Chunks) -> None:
+    """From the pool, once they are on the disk."""
+    found = chunks.find(TEXT)
+    for match in found.matches:
+        for rank, key in enumerate(match.keys):
+            namespace = chunks.space.namespace(match.room, rank)
+            assert all(each.stored for each in chunks.client.wait_stored([key], namespace=namespace))
+            seen = chunks.client.lookup([key], namespace=namespace, identify=True)
+            chunks.client.drop([key], namespace=namespace, incarnations=seen.incarnations, tiers=False)
+
+
+def test_chunks_on_a_tier_are_loaded_by_one_lookup_of_all_ranks(client: Client) -> None:
+    chunks = Chunks(client, space(kv_ranks=2), prefixes(), PREFIX_TOKENS)
+    first = chunks.find(TEXT)
+    for rank in range(2):
+        store_missing(chunks, TEXT, first, rank)
+    drop(chunks)
+    assert not chunks.find(TEXT).matches
+    assert call(client, registration(chunks, "small")).rooms == [8, 16, 24, 32, 40]
+    gone = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist()))
+    assert [(each.first, each.end) for each in gone.missing] == [each.span for each in first.missing]
+    assert {tuple(each.ranks) for each in gone.missing} == {(0, 1)}
+    found = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist(), wait_s=20.0))
+    assert found.rank_hits == [len(first.missing)] * 2
+    assert [(each.new_start, each.keys[1]) for each in found.matches] == [
+        (each.new_start, each.keys[1].hex()) for each in chunks.find(TEXT).matches
+    ]
+
+
+def test_the_library_loads_from_tiers_too(client: Client) -> None:
+    chunks = Chunks(client, space())
+    store_missing(chunks, TEXT, chunks.find(TEXT))
+    drop(chunks)
+    assert not chunks.find(TEXT).matches
+    assert not chunks.find(TEXT, wait_s=20.0).missing
+
+
+def test_a_prefix_counts_as_far_as_all_ranks_have_it_and_plans_follow_the_first(client: Client) -> None:
+    chunks = Chunks(client, space(kv_ranks=2), prefixes(), PREFIX_TOKENS)
+    call(client, registration(chunks, "small"))
+    for rank, count in ((0, 5), (1, 3)):
+        namespace = chunks.prefixes[rank]
+        keys = chunk_keys(TEXT, namespace, PREFIX_TOKENS)[:count]
+        data = [np.zeros(layout_of(PREFIX_TOKENS).shape, np.float32)] * count
+        assert client.store(keys, data, namespace=namespace).stored == count
+    found = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist()))
+    assert (found.prefix_tokens, found.prefix_rank_tokens) == (48, [80, 48])
+    documents = [TEXT[40:60].tolist(), TEXT[10:40].tolist()]
+    plan = call(client, PlanPrompt(space="small", system=TEXT[:10].tolist(), documents=documents, question=[1]))
+    assert (plan.order, plan.reused_tokens, plan.tokens) == ([1, 0], 48, 61)
+    status = client.status()["operations"]["blend"]
+    assert (status["spaces"], status["plans"], status["lookups"]) == (1, 1, 1)
+
+
+def test_what_cannot_be_registered_or_is_not_is_refused(client: Client) -> None:
+    chunks = Chunks(client, space(), prefixes(), PREFIX_TOKENS)
+    good = registration(chunks, "small")
+    with pytest.raises(UsageError, match="not registered"):
+        call(client, UnifiedLookup(space="small", tokens=[1]))
+    replaced = msgspec.structs.replace
+    for wrong, says in (
+        (replaced(good, rope_inv_freq=[1.0]), "frequencies"),
+        (replaced(good, maximum=100), "need 13"),
+        (replaced(good, minimum=50), "in this order"),
+        (replaced(good, chunks=good.chunks * 2), "for 2 ranks"),
+        (replaced(good, chunks=[*good.chunks, good.chunks[0][1:]]), "differ"),
+        (replaced(good, chunks=[[replaced(good.chunks[0][0], layout="x")]]), "no layout"),
+        (replaced(good, step_tokens=1 << 21), "1048576"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            call(client, wrong)
+    for number in range(SPACES_MAX):
+        call(client, replaced(good, space=f"{number}"))
+    call(client, replaced(good, space="0"))
+    with pytest.raises(UsageError, match="the limit"):
+        call(client, good)
+
+
+class TestBlend(OperationContract):
+    component = "blend"
+
+    @pytest.fixture
+    def sample_request(self, tmp_path: Path) -> BlendRequest:
+        with Client.connect("nobody", runtime_dir=tmp_path) as client:
+            return BlendRequest(registration(Chunks(client, space(), prefixes(), PREFIX_TOKENS), "small"))
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=WAIT_S).close()
+        return True
+    return False
+
+
+def test_a_plan_comes_over_http(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_http")
+    token = tmp_path / "token"
+    token.write_text("secret-of-the-test\n")
+    token.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tables = {"http": {"host": "127.0.0.1", "port": port, "token_file": str(token)}}
+
+    def post(request: msgspec.Struct) -> Any:
+        sent = urllib.request.Request(
+            f"http://127.0.0.1:{port}/operations/{OPERATION}",
+            msgspec.json.encode(BlendRequest(request)),  # type: ignore[arg-type]
+            {"Authorization": "Bearer secret-of-the-test", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(sent, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    with embedded_server(tmp_path, None, **tables) as server, server.connect() as client:
+        until(lambda: answers(port), "the HTTP helper")
+        chunks = Chunks(client, space(), prefixes(), PREFIX_TOKENS)
+        assert post(registration(chunks, "small"))["rooms"] == [8, 16, 24, 32, 40]
+        keys = chunk_keys(TEXT, prefixes(), PREFIX_TOKENS)[:3]
+        data = [np.zeros(layout_of(PREFIX_TOKENS).shape, np.float32)] * 3
+        client.store(keys, data, namespace=prefixes())
+        documents = [TEXT[40:60].tolist(), TEXT[:40].tolist()]
+        assert post(PlanPrompt(space="small", documents=documents))["order"] == [1, 0]
