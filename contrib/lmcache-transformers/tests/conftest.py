@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmcache_core import Server
+from lmcache_core import Client, Server
+from lmcache_core.errors import DisconnectedError
 
 if TYPE_CHECKING:
     import transformers
@@ -79,3 +83,28 @@ def greedy() -> Callable[..., list[int]]:
 @pytest.fixture
 def server(start: Callable[..., Server]) -> Server:
     return start(l1={"size_bytes": 64 << 20, "backing": "memfd"})
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Any]:
+    """A server that can be killed, and a client of it."""
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", f"--name=k{os.getpid()}"]
+    flags = {"runtime_dir": tmp_path / "run", "state_dir": tmp_path / "state", "l1.size_bytes": 64 << 20}
+    command += [f"--{name}={value}" for name, value in flags.items()] + ["--l1.backing=memfd"]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as server,
+        Client.connect(f"k{os.getpid()}", runtime_dir=tmp_path / "run") as client,
+    ):
+        try:
+            until = time.monotonic() + 60
+            while True:
+                try:
+                    client.noop()
+                    break
+                except DisconnectedError:
+                    assert time.monotonic() < until, (tmp_path / "log").read_text()
+                    time.sleep(0.02)
+            yield server, client
+        finally:
+            server.kill()

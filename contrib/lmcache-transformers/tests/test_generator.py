@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_core import Client
-from lmcache_core.errors import DisconnectedError, UsageError
+from lmcache_core.errors import UsageError
 from lmcache_transformers import CachedGenerator
 
 torch = pytest.importorskip("torch")
@@ -179,31 +174,6 @@ def test_without_a_server_it_generates_all_the_same(tmp_path: Path) -> None:
         got = generator_of(client, model).generate(PROMPTS, **GREEDY)
     assert got.tokens_reused == (0, 0, 0, 0)
     assert got.answers == [alone(model, tokens) for tokens in PROMPTS]
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Any]:
-    """A server that can be killed, and a client of it."""
-    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", f"--name=k{os.getpid()}"]
-    flags = {"runtime_dir": tmp_path / "run", "state_dir": tmp_path / "state", "l1.size_bytes": 64 << 20}
-    command += [f"--{name}={value}" for name, value in flags.items()] + ["--l1.backing=memfd"]
-    with (
-        (tmp_path / "log").open("wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log) as server,
-        Client.connect(f"k{os.getpid()}", runtime_dir=tmp_path / "run") as client,
-    ):
-        try:
-            until = time.monotonic() + 60
-            while True:
-                try:
-                    client.noop()
-                    break
-                except DisconnectedError:
-                    assert time.monotonic() < until, (tmp_path / "log").read_text()
-                    time.sleep(0.02)
-            yield server, client
-        finally:
-            server.kill()
 
 
 @pytest.mark.parametrize("moment", ["prefill", "generation"])

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from lmcache_core import Client
 from lmcache_core.cli.main import main
-from lmcache_core.errors import SettingsError
+from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.serde.certificate import certificate_for
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("lmcache_compress")
 pytest.importorskip("lmcache_quant._native", reason="built without C")
+
+from lmcache_transformers import Blending, CachedGenerator  # noqa: E402  # they need torch
 
 TEXT = " ".join(f"word{i * i % 97}" for i in range(400))
 
@@ -95,3 +98,101 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     missing = main(["quality", str(tmp_path / "none"), "--document", str(tmp_path / "text.txt"), "--serde", "int8"])
     assert missing != 0
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_certificate_of_blending_is_what_generators_demand(
+    folder: Path, tmp_path: Path, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lmcache_blend._native", reason="built without C")
+    file, prompts = tmp_path / "certificate.json", tmp_path / "prompts.jsonl"
+    words = TEXT.split()
+    lines = [
+        {"documents": [" ".join(words[at : at + 48]), " ".join(words[200 : 240 + at])], "question": words[at]}
+        for at in (0, 9)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    common = ["--chunk-tokens", "16", "--prompts", str(prompts), "--answer", "4", "--dtype", "float32"]
+    shares = ["--blend", "0", "0.25", "1"]
+    assert main(["quality", str(folder), *common, *shares, "--certificate", str(file), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["chains"]
+    assert [row["lossy"][0][1]["share"] for row in rows] == [0, 0.25, 1]
+    assert rows[2]["divergence"]["mean"] < 1e-6
+    assert rows[2]["agreement"]["mean"] == rows[2]["same_answer"]["mean"] == 1
+    assert rows[0]["divergence"]["mean"] > rows[1]["divergence"]["mean"] > 1e-6
+    assert rows[0]["deviation"]["mean"] > rows[1]["deviation"]["mean"] > rows[2]["deviation"]["mean"] == 0
+    assert [(part["kind"], part["prompts"]) for part in rows[0]["parts"]] == [("own", 2)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def make(share: float, of: Any = model, **limits: float) -> CachedGenerator:
+        how = Blending(share, minimum=8, mean=16, maximum=32, **limits)
+        return CachedGenerator(of, None, client, certificate=file, reuse="blend", blending=how)
+
+    make(1.0)
+    make(0.25, divergence_max=1e9, agreement_min=0)
+    with pytest.raises(SettingsError, match="changes the answers of"):
+        make(0.25, divergence_max=1e-9)
+    with pytest.raises(SettingsError, match="certifies"):
+        make(0.5)
+    with pytest.raises(UsageError, match="is for KV in float32"):
+        make(1.0, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
+    other = tmp_path / "revision"
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(other)
+    with pytest.raises(UsageError, match="is for the model"):
+        make(1.0, transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "give --serde or --blend"),
+        (["--serde", "int8"], "give --document"),
+        (["--blend", "0.1", "--prompts", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--blend", "0.1", "--chunk-tokens", "4096"], "no prompt with chunks of 4096 tokens fits"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], why: str
+) -> None:
+    pytest.importorskip("lmcache_blend._native", reason="built without C")
+    assert main(["quality", str(folder), *options]) != 0
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 2"),
+        ("[]", "give documents, a list of texts"),
+        ('{"documents": [], "question": "?"}', "give documents, a list of texts"),
+        ('{"documents": ["a"]}', "and question, a text"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, why: str) -> None:
+    from lmcache_transformers.quality.prompts import read_prompts
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"documents": ["a", "b"], "question": "c?"}}\n{line}\n')
+    with pytest.raises(UsageError, match=f"line 2.*{why}|{why}"):
+        read_prompts(file)
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="has no prompt"):
+        read_prompts(file)
+
+
+def test_shipped_prompts_are_the_same_each_time_and_long_enough() -> None:
+    from lmcache_transformers.quality.prompts import KINDS, make_prompts, shipped
+
+    texts = shipped()
+    assert sum(len(each.entries) for each in texts) > 300
+    assert {each.licence for each in texts} <= {"PSF-2.0", "verbatim copies permitted"}
+    for kind in KINDS:
+        prompts = make_prompts(texts, kind, 3, 4, 128)
+        assert prompts == make_prompts(texts, kind, 3, 4, 128)
+        assert len(set(prompts)) == 3
+        for prompt in prompts:
+            chunks = prompt.chunks(lambda text: list(text.encode()[::4]), 128)
+            assert [len(chunk) for chunk in chunks] == [128] * 4
+    with pytest.raises(UsageError, match="give your own"):
+        make_prompts(texts, "continued", 1, 16, 1 << 20)

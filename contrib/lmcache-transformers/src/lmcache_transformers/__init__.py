@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmcache_transformers.generator import CachedGenerator, Generated
+    from lmcache_transformers.blend.blender import Blended, Blending
+    from lmcache_transformers.generator import CachedGenerator, Generated, MarkedPrompt
     from lmcache_transformers.geometry import cache_argument
     from lmcache_transformers.prefix_cache import Prefix, PrefixCache, Stored
     from lmcache_transformers.support import refusal
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blended",
+    "Blending",
     "CachedGenerator",
     "Generated",
+    "MarkedPrompt",
     "Prefix",
     "PrefixCache",
     "Stored",
@@ -27,8 +31,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Blended": "lmcache_transformers.blend.blender",
+    "Blending": "lmcache_transformers.blend.blender",
     "CachedGenerator": "lmcache_transformers.generator",
     "Generated": "lmcache_transformers.generator",
+    "MarkedPrompt": "lmcache_transformers.generator",
     "Prefix": "lmcache_transformers.prefix_cache",
     "PrefixCache": "lmcache_transformers.prefix_cache",
     "Stored": "lmcache_transformers.prefix_cache",

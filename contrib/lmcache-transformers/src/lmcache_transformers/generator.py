@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import UsageError
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
     from lmcache_core import Client
+    from lmcache_transformers.blend.blender import Blended, Blender, Blending, Marks
 
 # Options of `generate` that do more than one answer for each prompt, token by token.
 _OTHER_WAYS = (
@@ -49,13 +51,15 @@ class Moved:
 class Generated:
     """`output`: what `model.generate` gave: ids `[prompts, tokens]`, shorter prompts padded on the left, or with
     `return_dict_in_generate` its output object. `prompt_tokens`: how long the padded prompts are. `tokens_reused`: how
-    many tokens of each prompt were not computed. `texts`: of each answer; empty without a tokenizer."""
+    many tokens of each prompt were not computed. `texts`: of each answer; empty without a tokenizer. `blended`: what
+    became of each prompt with `reuse="blend"`; else empty."""
 
     output: Any
     prompt_tokens: int
     tokens_reused: tuple[int, ...]
     texts: tuple[str, ...]
     moved: Moved
+    blended: tuple[Blended, ...] = ()
 
     @property
     def answers(self) -> list[list[int]]:
@@ -64,15 +68,36 @@ class Generated:
         return [row[self.prompt_tokens :] for row in ids.tolist()]
 
 
+@dataclass(frozen=True)
+class MarkedPrompt:
+    """Token ids, and where documents begin and end in them. Made by `CachedGenerator.prompt`."""
+
+    tokens: tuple[int, ...]
+    marks: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Reuse:
+    """Of the prompts of one call."""
+
+    tokens: list[int] = field(default_factory=list)
+    blended: list[Blended] = field(default_factory=list)
+
+
 class CachedGenerator:
     """Generates as `model.generate` does, but computes only the part of each prompt after its cached prefix.
 
     `tokenizer`: for text prompts; None if all are token ids. The other parameters are those of `PrefixCache`, which is
     `prefixes`. Raises `UsageError`, with the reason, for a model that cannot be served.
 
+    `reuse`: "prefix", or "blend", which behind the prefix takes the KV of documents that were stored by
+    `store_documents` and stand at another place now, and recomputes a part of their tokens, as `blending` says.
+    Answers may differ then. It needs the package lmcache-blend, a `certificate` that covers it, and a model that can
+    blend; else `UsageError` or `SettingsError` say why.
+
     Prompts are computed in steps that end where chunks end, one prompt after the other, whether or not anything was
-    found: so an answer has the same bits however much of its prompt was in the cache, except with a `codec`. One
-    generator for one thread.
+    found: so an answer has the same bits however much of its prompt was in the cache, except with a `codec` or with
+    `reuse="blend"`. One generator for one thread.
     """
 
     def __init__(
@@ -89,6 +114,8 @@ class CachedGenerator:
         unproven_ok: bool = False,
         codec: str = "",
         certificate: Path | None = None,
+        reuse: str = "prefix",
+        blending: Blending | None = None,
     ) -> None:
         self.prefixes = PrefixCache(
             client,
@@ -108,6 +135,32 @@ class CachedGenerator:
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self._takes_positions = "position_ids" in taken
         self._counts_positions_by_cache = counts_positions_by_cache(model)
+        self._blender = _blender(self.prefixes, model, reuse, blending, certificate)
+
+    def prompt(self, system: Any, documents: Sequence[Any], question: Any) -> MarkedPrompt:
+        """One prompt of texts, or ids, whose documents are marked, so that they are found wherever they stand: each
+        part has the ids that it has alone. Special tokens that the tokenizer puts in front stand before `system`."""
+        tokens, marks = self._part(system, special=True), []
+        for each in documents:
+            marks.append((len(tokens), len(tokens) + len(ids := self._part(each))))
+            tokens = tokens + ids
+        return MarkedPrompt((*tokens, *self._part(question)), tuple(mark for mark in marks if mark[0] < mark[1]))
+
+    def store_documents(self, documents: Sequence[Any]) -> int:
+        """Compute documents, texts or ids, each by itself, and store their chunks for `reuse="blend"`. Returns how
+        many chunks were stored now: those that were there already cost nothing. Raises `UsageError` without
+        `reuse="blend"`."""
+        if self._blender is None:
+            raise UsageError('documents are stored for reuse="blend": make the generator with it')
+        ids = [found for each in documents if (found := self._part(each))]
+        return sum(self._blender.store(each, [(0, len(each))]) for each in ids)
+
+    def _part(self, given: Any, *, special: bool = False) -> list[int]:
+        if not isinstance(given, str):
+            return [int(each) for each in _plain(given)]
+        if self._tokenizer is None:
+            raise UsageError("the prompt is text, and there is no tokenizer: give one, or token ids")
+        return list(self._tokenizer(given, add_special_tokens=special)["input_ids"])
 
     def generate(
         self,
@@ -121,8 +174,9 @@ class CachedGenerator:
         """Answer one prompt or several.
 
         `prompts`: a text, texts, ids, lists of ids, a tensor `[prompts, tokens]` with an `attention_mask` where it is
-        padded, or what a tokenizer returns. `cache_implementation`: what the answer is generated over: None (or
-        "dynamic"), "static", or "quantized" with its `cache_config`. `options` are those of `model.generate`.
+        padded, what a tokenizer returns, or one or several of `prompt`. `cache_implementation`: what the answer is
+        generated over: None (or "dynamic"), "static", or "quantized" with its `cache_config`. `options` are those of
+        `model.generate`.
 
         Raises `UsageError` for inputs that are not tokens, for several answers to one prompt, and for assisted
         generation.
@@ -132,30 +186,49 @@ class CachedGenerator:
             attention_mask = options.pop("attention_mask", attention_mask)
             prompts = options.pop("input_ids", None)
         self._check(options, cache_implementation)
+        prompts, marks = _unmarked(prompts)
         sequences = self._sequences(prompts, attention_mask)
         self._check_positions(sequences)
         answer_tokens = self._answer_tokens(options, max(map(len, sequences)))
         moved = Moved()
         if self._alone(sequences, options):
             options |= _kind(cache_implementation, cache_config)
-            return self._finish(sequences, [0] * len(sequences), {}, options, moved)
-        prefixes = [self._computed(each, len(each) + answer_tokens, moved) for each in sequences]
+            return self._finish(sequences, _Reuse([0] * len(sequences)), {}, options, moved)
+        reuse = _Reuse()
+        caches = [
+            self._computed(each, marks[at] if marks else None, len(each) + answer_tokens, reuse, moved)
+            for at, each in enumerate(sequences)
+        ]
         cache = joined(
             self._model.config,
-            [prefix.cache for prefix in prefixes],
+            caches,
             cache_implementation,
             cache_config or {},
             answer_tokens,
         )
         inputs = cache_argument(self._model, cache) | _kind(None, None)
-        return self._finish(sequences, [prefix.tokens_reused for prefix in prefixes], inputs, options, moved)
+        return self._finish(sequences, reuse, inputs, options, moved)
 
-    def _computed(self, tokens: list[int], room_tokens: int, moved: Moved) -> Prefix:
-        """All of a prompt but its last token, from the cache or computed and stored."""
+    def _computed(
+        self, tokens: list[int], marks: Marks | None, room_tokens: int, reuse: _Reuse, moved: Moved
+    ) -> DynamicCache:
+        """All of a prompt but its last token: from the cache, blended, or computed and stored."""
         started_s = time.perf_counter()
         prefix = self.prefixes.load(tokens, room_tokens=room_tokens)
         moved.load_s += time.perf_counter() - started_s
         moved.loaded_bytes += prefix.nbytes
+        if self._blender is not None:
+            blended = self._blender.blend(tokens, marks, prefix.cache)
+            reuse.blended.append(blended)
+            reuse.tokens.append(blended.reused_exact + blended.reused_blended)
+            if not blended.why:
+                return prefix.cache  # and nothing of it is stored as a prefix
+        else:
+            reuse.tokens.append(prefix.tokens_reused)
+        self._compute_rest(tokens, prefix, moved)
+        return prefix.cache
+
+    def _compute_rest(self, tokens: list[int], prefix: Prefix, moved: Moved) -> None:
         step, first, last = self.prefixes.chunk_tokens, prefix.tokens_reused, len(tokens) - 1
         ids = _ids([tokens], self._model.device)
         import torch
@@ -171,12 +244,11 @@ class CachedGenerator:
             started_s = time.perf_counter()
             moved.stored_bytes += self.prefixes.store(tokens[:last], prefix.cache).nbytes
             moved.store_s += time.perf_counter() - started_s
-        return prefix
 
     def _finish(
         self,
         sequences: Sequence[list[int]],
-        reused: Sequence[int],
+        reuse: _Reuse,
         inputs: dict[str, Any],
         options: dict[str, Any],
         moved: Moved,
@@ -190,7 +262,7 @@ class CachedGenerator:
         for row, each in enumerate(sequences):
             mask[row, longest - len(each) :] = 1
         output = self._model.generate(ids, attention_mask=mask, **{"pad_token_id": self._pad} | inputs | options)
-        made = Generated(output, longest, tuple(reused), (), moved)
+        made = Generated(output, longest, tuple(reuse.tokens), (), moved, tuple(reuse.blended))
         if self._tokenizer is None:
             return made
         return replace(made, texts=tuple(self._tokenizer.batch_decode(made.answers, skip_special_tokens=True)))
@@ -279,6 +351,34 @@ class CachedGenerator:
         if not found or not all(found):
             raise UsageError("a prompt is empty: give each at least one token")
         return found
+
+
+def _blender(
+    prefixes: PrefixCache, model: Any, reuse: str, blending: Blending | None, certificate: Path | None
+) -> Blender | None:
+    if reuse not in ("prefix", "blend"):
+        raise UsageError(f'reuse is {reuse!r}: use "prefix" or "blend"')
+    if reuse == "prefix":
+        if blending is not None:
+            raise UsageError('blending is for reuse="blend": it does nothing to prefixes')
+        return None
+    if prefixes.namespace != prefixes.plain:
+        raise UsageError('codec and reuse="blend" go together in no certificate: use one of them')
+    if find_spec("lmcache_blend") is None:
+        raise UsageError('reuse="blend" needs the package lmcache-blend: pip install lmcache-blend')
+    from lmcache_transformers.blend.blender import Blender, Blending
+
+    return Blender(prefixes, model, blending or Blending(), certificate)
+
+
+def _unmarked(prompts: Any) -> tuple[Any, list[Marks | None] | None]:
+    """Prompts as ids, and the marks of each; without marks, as they are."""
+    given = [prompts] if isinstance(prompts, MarkedPrompt) else prompts
+    if not isinstance(given, list | tuple) or not any(isinstance(each, MarkedPrompt) for each in given):
+        return prompts, None
+    if not all(isinstance(each, MarkedPrompt) for each in given):
+        raise UsageError("some prompts have marks and others do not: make all of them with prompt()")
+    return [list(each.tokens) for each in given], [each.marks for each in given]
 
 
 def _kind(cache_implementation: str | None, cache_config: Mapping[str, Any] | None) -> dict[str, Any]:

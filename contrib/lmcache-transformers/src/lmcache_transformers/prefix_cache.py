@@ -81,6 +81,7 @@ class PrefixCache:
             tenant_salt=tenant_salt,
             format=self.geometry.format(chunk_tokens),
         )
+        self.plain = self.namespace  # in which chunks lie as they are, and no codec has them
         self._dense = _dense(client, self.namespace, codec, certificate) if codec else None
         if self._dense is not None:
             self.namespace = self._dense.namespace

@@ -121,15 +121,17 @@ def _stands(layer: Any, room: _Room | None, keys: torch.Tensor) -> bool:
     return room is not None and layer.keys is layer._shown[0] and keys.shape[0] == 1
 
 
-def cache_with_room(geometry: Geometry, capacity: int, device: str | torch.device | None = None) -> DynamicCache:
+def cache_with_room(
+    geometry: Geometry, capacity: int, device: str | torch.device | None = None, *, layers_in_cache: int | None = None
+) -> DynamicCache:
     """An empty cache for one sequence of up to `capacity` tokens, which grows beyond them at the price of a copy.
 
-    `device`: of all layers, in place of the model's own.
+    `device`: of all layers, in place of the model's own. `layers_in_cache`: fewer than the model's, from the first on.
     """
     cache: Any = DynamicCache()
     shapes = {each.index: each for each in geometry.layers}
     layers: list[Any] = []
-    for index in range(geometry.layers_in_cache):
+    for index in range(geometry.layers_in_cache if layers_in_cache is None else layers_in_cache):
         shape = shapes.get(index)
         if shape is None:
             layers.append(EMPTY_LAYER())

@@ -1,4 +1,5 @@
-"""Windows of text, whose KV goes through a chain of serdes, and what the model predicts then."""
+"""Windows of text, whose KV goes through a chain of serdes, and what the model predicts then; and the report of that
+and of blending."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from lmcache_core.tiers.object.format import SERDE_KEY_BYTES
 from lmcache_transformers import smollm2
 from lmcache_transformers.chunks import Chunk, layout_of, pages_of, regions_of
 from lmcache_transformers.geometry import Geometry, cache_argument, geometry_of
+from lmcache_transformers.quality.mean import Mean
 from lmcache_transformers.weights import names_of
 
 if TYPE_CHECKING:
@@ -30,23 +32,9 @@ if TYPE_CHECKING:
 
     from lmcache_core.plugins.registry import Registry
     from lmcache_core.serde.contract import Serde
+    from lmcache_transformers.quality.blending import BlendQuality
 
 KEY = bytes(range(SERDE_KEY_BYTES))
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Over windows."""
-
-    mean: float
-    deviation: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
-
-    def __format__(self, digits: str) -> str:
-        return f"{self.mean:{digits}} ± {self.deviation:{digits}}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,8 @@ class Quality:
 
 @dataclass(frozen=True)
 class Report:
-    """All chains, and what they were measured with. As JSON it is a certificate."""
+    """All chains, and what they were measured with. As JSON it is a certificate. `rope`: how the model rotates keys,
+    where it was to blend. Without serdes there are no windows."""
 
     format: int
     model: str
@@ -79,8 +68,9 @@ class Report:
     windows: int
     torch: str
     transformers: str
-    perplexity_unchanged: Mean
-    chains: list[Quality]
+    rope: str
+    perplexity_unchanged: Mean | None
+    chains: list[Quality | BlendQuality]
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ class Window:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Measure all chains of the options."""
+    """Measure all chains of the options, and all shares."""
     registry = load_plugins()
     chains = {names: CodecChain([_serde(registry, text) for text in names.split(",")]) for names in options.chains}
     folder = str(smollm2.folder()) if options.model == "smollm2" else options.model
@@ -104,12 +94,21 @@ def measure(options: argparse.Namespace) -> Report:
     dtype = getattr(torch, options.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     geometry = geometry_of(model)
-    layout = layout_of(geometry, options.chunk_tokens)
+    layout = layout_of(geometry, options.chunk_tokens[0])
     for chain in chains.values():
         chain.encoded_bytes_max(layout)  # refuses a layout that it cannot take, before the first window is computed
-    text = "\n\n".join(Path(file).read_text(errors="replace") for file in options.document)
-    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    windows = list(_windows(model, tokens, options))
+    rope, blends = "", []
+    if options.shares:
+        from lmcache_transformers.blend.support import rope_of
+        from lmcache_transformers.quality.blending import measure_blending
+
+        moves = rope_of(model, geometry)
+        rope, blends = moves.text, measure_blending(model, tokenizer, geometry, moves, options)
+    windows = []
+    if chains:
+        text = "\n\n".join(Path(file).read_text(errors="replace") for file in options.document)
+        tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        windows = list(_windows(model, tokens, options))
     name, weights = names_of(model, "", "")
     return Report(
         format=FORMAT,
@@ -122,11 +121,17 @@ def measure(options: argparse.Namespace) -> Report:
         windows=len(windows),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        perplexity_unchanged=Mean.of([_perplexity(each.log_probabilities, each.expected) for each in windows]),
+        rope=rope,
+        perplexity_unchanged=_unchanged(windows) if windows else None,
         chains=[
-            _measured(model, geometry, chain, name, windows, options.chunk_tokens) for name, chain in chains.items()
+            *(_measured(model, geometry, each, of, windows, options.chunk_tokens[0]) for of, each in chains.items()),
+            *blends,
         ],
     )
+
+
+def _unchanged(windows: Sequence[Window]) -> Mean:
+    return Mean.of([_perplexity(each.log_probabilities, each.expected) for each in windows])
 
 
 def _serde(registry: Registry, text: str) -> Serde:
