@@ -1,0 +1,314 @@
+"""One engine at the copier's door: what it has registered, and its jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_copier import messages as m
+from lmcache_copier.channel import Incoming, pidfd_of, send
+from lmcache_copier.check import why_unreachable
+from lmcache_copier.copying import CopyThreads, JobCopies, measured_s
+from lmcache_copier.limits import MEASURED_BYTES_MAX, REGISTRATIONS_MAX, SEND_S
+from lmcache_copier.memory import Registration
+from lmcache_copier.vm import EngineReach, UnreachableMemoryError
+from lmcache_core import Client, Promise, Status
+from lmcache_core.client import PagesResult
+from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
+from lmcache_core.limits import KEY_BYTES
+from lmcache_core.protocol.codec import split_keys
+
+log = logging.getLogger("lmcache_copier")
+
+FOREVER = float("inf")
+
+
+class EngineJob:
+    """A store or a retrieve of one engine. It is answered once: by whoever takes `finish` first."""
+
+    def __init__(
+        self,
+        message: m.StorePages | m.RetrievePages,
+        registration: Registration,
+        copies: JobCopies,
+        run: Callable[[EngineJob], None],
+    ) -> None:
+        self.message = message
+        self.rid = message.rid
+        self.registration = registration
+        self.copies = copies
+        self.running: Any = None  # the job of the client, once there is one
+        self._run = run
+        self._lock = threading.Lock()
+        self._answered = False
+
+    def run(self) -> None:
+        """On a job thread."""
+        self._run(self)
+
+    def finish(self) -> bool:
+        """Whether the caller is the one to answer."""
+        with self._lock:
+            first, self._answered = not self._answered, True
+        return first
+
+    def is_cancelled(self) -> bool:
+        """Whether its pages may not be touched any more."""
+        return self.copies.cancelled
+
+    def cancel(self) -> None:
+        """When this returns, nothing touches the engine's pages any more."""
+        self.copies.cancel()
+        running = self.running
+        if running is not None:
+            running.leave()
+
+
+class Engine:
+    """One connection. Its thread reads; the answers come from it and from the threads of jobs."""
+
+    def __init__(
+        self, sock: socket.socket, client: Client, submit: Callable[[EngineJob], None], helpers: CopyThreads,
+        figures: Callable[[str, int], None],
+    ) -> None:  # fmt: skip
+        self._sock = sock
+        self._client = client
+        self._submit = submit
+        self._helpers = helpers
+        self._count = figures
+        self.pid, self.uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self._pidfd = pidfd_of(sock, self.pid) if self.pid else None
+        self._registrations: dict[int, Registration] = {}
+        self._jobs: dict[int, EngineJob] = {}
+        self._numbers = 0
+        self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest)
+        self._sending = threading.Lock()
+        self._broken = False
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the engine ends, or says something that makes no sense."""
+        incoming = self._incoming
+        try:
+            self._send(m.CopierWelcome(m.VERSION, os.getpid(), os.geteuid()))
+            while not self._broken and incoming.receive():
+                for message in incoming.messages():
+                    self._take(message, incoming)
+        except ProtocolError as error:
+            log.warning("an engine (pid %d) is dropped: %s", self.pid, error)
+        except OSError as error:
+            log.info("the connection of an engine (pid %d) has ended: %s", self.pid, error.strerror)
+        finally:
+            for job in list(self._jobs.values()):
+                job.cancel()
+            self._registrations.clear()
+            incoming.close()
+            self._sock.close()
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._sending:
+                send(self._sock, message)
+        except OSError:  # a part may have gone: the rest would make no sense
+            self._broken = True
+            with contextlib.suppress(OSError):  # it is closed already
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _take(self, message: m.CopierRequest, incoming: Incoming[m.CopierRequest]) -> None:
+        try:
+            match message:
+                case m.RegisterMemory():
+                    self._register(message, incoming)
+                case m.UnregisterMemory():
+                    self._unregister(message.registration)
+                    self._send(m.CopierDone(message.rid))
+                case m.StorePages() | m.RetrievePages():
+                    self._begin(message)
+                case m.CancelJob():
+                    self._cancel(message.rid)
+                case m.MeasurePages():
+                    self._measure(message)
+                case m.AskAlive():
+                    self._send(m.CopierDone(message.rid))
+        except CacheError as error:
+            self._send(m.CopierRefused(message.rid, error.code, str(error)))
+        except UnreachableMemoryError as error:
+            self._send(m.CopierRefused(message.rid, UsageError.code, self.why_not(error)))
+
+    def why_not(self, error: OSError) -> str:
+        """Why memory cannot be reached, with the cure."""
+        return why_unreachable(self.pid, self.uid, error)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _register(self, message: m.RegisterMemory, incoming: Incoming[m.CopierRequest]) -> None:
+        wanted = max((piece.descriptor for piece in message.pieces), default=-1) + 1
+        descriptors = [incoming.descriptors.pop(0) for _ in range(min(wanted, len(incoming.descriptors)))]
+        try:
+            if len(self._registrations) >= REGISTRATIONS_MAX:
+                raise LimitError(f"{REGISTRATIONS_MAX} registrations of this engine are there: unregister some")
+            if self._pidfd is None:
+                raise UnreachableMemoryError(0, "it is in another pid namespace")
+            engine = EngineReach(self.pid, self._pidfd, message.mark_at, message.mark)
+            made = Registration(self._client, engine, message.pieces, message.groups, descriptors)
+        finally:
+            for each in descriptors:
+                each.close()
+        self._numbers += 1
+        self._registrations[self._numbers] = made
+        self._count("registrations", 1)
+        self._send(m.MemoryRegistered(message.rid, self._numbers))
+
+    def _registration(self, number: int) -> Registration:
+        found = self._registrations.get(number)
+        if found is None:
+            raise UsageError(f"no memory is registered under {number}")
+        return found
+
+    def _unregister(self, number: int) -> None:
+        registration = self._registration(number)
+        for job in list(self._jobs.values()):
+            if job.registration is registration:
+                self._cancel(job.rid)
+        del self._registrations[number]
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, message: m.StorePages | m.RetrievePages) -> None:
+        registration = self._registration(message.registration)
+        if message.rid in self._jobs:
+            raise UsageError(f"job {message.rid} is under way")
+        until = None if message.deadline_s is None else time.monotonic() + message.deadline_s
+        store = isinstance(message, m.StorePages)
+        copies = registration.copies(self._helpers, None if store else until)
+        entries = [_entry(each) for each in message.entries]
+        promises = [] if store else [_promise(each) for each in message.entries]
+
+        def run(job: EngineJob) -> None:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            self._run(job, entries, promises, left)
+
+        job = EngineJob(message, registration, copies, run)
+        self._jobs[message.rid] = job
+        try:
+            self._submit(job)
+        except CacheError:
+            del self._jobs[message.rid]
+            raise
+
+    def _run(
+        self,
+        job: EngineJob,
+        entries: Sequence[tuple[Any, ...]],
+        promises: Sequence[Promise | None],
+        deadline_s: float | None,
+    ) -> None:
+        if job.is_cancelled():
+            self._finish(job, None)
+            return
+        message = job.message
+        try:
+            pages = job.registration.pages(job.copies)
+            if isinstance(message, m.StorePages):
+                job.running = pages.store_start(entries, deadline_s=deadline_s)
+                if message.tell_read:
+                    self._send(m.PagesRead(job.rid, job.running.waited_s))
+            else:
+                verify = ("never", "first", "always")[message.verify]
+                job.running = pages.retrieve_start(
+                    entries, promises=promises, order="object", deadline_s=deadline_s, verify=verify
+                )
+            if job.is_cancelled():  # by somebody who did not find the job yet
+                job.running.leave()
+            job.running.wait()
+            self._finish(job, job.running.result)
+        except CacheError as error:
+            job.copies.cancel()
+            if job.finish():
+                self._jobs.pop(job.rid, None)
+                self._send(m.CopierRefused(job.rid, error.code, str(error)))
+        except Exception:
+            log.exception("a job has failed")
+            job.copies.cancel()
+            if job.finish():
+                self._jobs.pop(job.rid, None)
+                self._send(m.CopierRefused(job.rid, CacheError.code, "the copier failed; the server's log has why"))
+
+    def _cancel(self, rid: int) -> None:
+        """Of a job that has ended there is nothing to cancel, and its answer is on its way."""
+        job = self._jobs.get(rid)
+        if job is not None:
+            job.cancel()
+            if job.running is None:  # nothing was copied, and nothing will be: the server's answers are not waited for
+                self._finish(job, None)
+
+    def _finish(self, job: EngineJob, result: PagesResult | None) -> None:
+        if not job.finish():
+            return
+        self._jobs.pop(job.rid, None)
+        if result is None:
+            counts = [len(each.keys) // KEY_BYTES for each in job.message.entries]
+            aborted = m.STATUSES[Status.ABORTED]
+            self._send(
+                m.JobFinished(
+                    job.rid,
+                    [bytes([aborted]) * count for count in counts],
+                    [bytes(count) for count in counts],
+                    [b"" for _ in counts],
+                    [bytes(8 * count) for count in counts],
+                )
+            )
+            return
+        moved = result.hits or result.stored
+        self._count("jobs", 1)
+        self._count("objects", moved)
+        self._count("faults", bool(job.copies.fault))
+        self._send(
+            m.JobFinished(
+                job.rid,
+                [bytes([m.STATUSES[each] for each in row]) for row in result.statuses],
+                [bytes(row) for row in result.reasons],
+                [array("q", row).tobytes() for row in result.untrusted],
+                [array("Q", row).tobytes() for row in result.incarnations],
+                job.copies.fault and self.why_not(OSError(0, job.copies.fault)),
+            )
+        )
+
+    def _measure(self, message: m.MeasurePages) -> None:
+        registration = self._registration(message.registration)
+        if message.group >= len(registration.groups):
+            raise UsageError(f"no group {message.group}; {len(registration.groups)} are registered")
+        group = registration.groups[message.group]
+        if group.object_bytes > MEASURED_BYTES_MAX:
+            raise LimitError(
+                f"objects of {group.object_bytes:,} bytes are not measured: {MEASURED_BYTES_MAX:,} at most"
+            )
+        count = len(message.ids) // (8 * group.pages_per_object)
+        copies = registration.copies(self._helpers, None)
+        seconds = measured_s(copies, registration.planned, message.group, count, message.ids, group.object_bytes)
+        if copies.fault:
+            raise UnreachableMemoryError(0, copies.fault)
+        self._send(m.PagesMeasured(message.rid, seconds))
+
+
+def _entry(given: m.JobEntry) -> tuple[Any, ...]:
+    if len(given.keys) % KEY_BYTES or len(given.ids) % 8 or len(given.promises) not in (0, len(given.keys) // 4):
+        raise UsageError(f"keys have {KEY_BYTES} bytes each, and page ids and promises 8")
+    return given.group, split_keys(given.keys), memoryview(given.ids).cast("q"), 0, None, given.traceparent
+
+
+def _promise(given: m.JobEntry) -> Promise | None:
+    if not given.promises:
+        return None
+    return Promise(tuple(array("Q", given.promises)), tuple(split_keys(given.keys)), FOREVER)

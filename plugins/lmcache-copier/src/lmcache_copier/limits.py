@@ -1,0 +1,28 @@
+"""Limits of the copier, each with its reason."""
+
+from __future__ import annotations
+
+ENGINES_MAX = 64  # connections at once: each has a thread
+REGISTRATIONS_MAX = 1024  # of one engine: an engine has one, or one for each device
+GROUPS_MAX = 256  # of one registration: each is compared with each
+REGIONS_MAX = 8192  # of one registration: a few for each layer
+ROWS_TOTAL_MAX = 1 << 20  # pages, or parts of large ones, of one object of each group: some 150 bytes each
+MEASURED_BYTES_MAX = 1 << 30  # of an object that is read to measure
+DESCRIPTORS_MAX = 64  # of one registration: what one message of the kernel carries is 253
+JOBS_WAITING_MAX = 256  # of all engines: beyond that a job is refused
+JOB_THREADS = 8  # jobs at once: most of their time is spent waiting for the server or the memory
+FRAME_BYTES_MAX = 64 << 20  # a batch of a million pages has 8 MiB of ids
+CHUNK_BYTES = 512 << 10  # copied by one system call, and small enough that its checksum finds it in the cache
+ROWS_MAX = 1023  # pages of one system call: the kernel takes 1,024, and one is the engine's mark
+MARK_BYTES = 16  # proves that memory is that of the engine which registered it
+ADDRESS_BITS = 56  # of any user's address
+SEND_S = 2.0  # an engine that does not read for so long is dropped
+FIGURES_S = 1.0  # between two reports to the server
+
+# Of an engine's side.
+CONNECT_S = 1.0  # for the copier's welcome, and for the answer to a registration
+QUIET_S = 1.0  # without a word while a job is under way: the copier is asked whether it lives …
+ANSWER_S = 3.0  # … and has this long to say so
+FENCE_S = 10.0  # for the end of a process that was killed: it may be inside a long copy
+AUTO_BYTES = 16 << 20  # copied each way to choose one
+AUTO_RATIO = 2.0  # server-driven may take so many times as long: the engine computes meanwhile

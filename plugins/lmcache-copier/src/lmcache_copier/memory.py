@@ -1,0 +1,109 @@
+"""What an engine has registered: where its pages are, checked against what it has given."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_copier.copying import CopyThreads, JobCopies, PlannedTables
+from lmcache_copier.messages import GroupOf, MemoryPiece, RegionOf
+from lmcache_copier.vm import EngineReach, MappedReach, Reach
+from lmcache_core import Client, Layout, PageGroup, Region
+from lmcache_core.buffers import address_of
+from lmcache_core.client import Pages, RegionTables, pages_by
+from lmcache_core.descriptors import Descriptor
+from lmcache_core.errors import UsageError
+from lmcache_core.tokens.namespace import namespace_of_id
+
+UNTOUCHED = -1  # the id of pages that engines leave out
+
+
+class MappedPiece:
+    """A file of an engine's, mapped here for as long as this lives."""
+
+    def __init__(self, fd: int, piece: MemoryPiece) -> None:
+        """Raises `UsageError` for what is no memory, or not that long."""
+        found = os.fstat(fd)
+        end = piece.address + piece.nbytes
+        if not stat.S_ISREG(found.st_mode) or end > found.st_size or not piece.nbytes:
+            raise UsageError(
+                f"descriptor {piece.descriptor} has no bytes {piece.address:,} to {end:,}: give a memfd or a file of "
+                f"/dev/shm of that length"
+            )
+        access = mmap.PROT_READ | (0 if piece.readonly else mmap.PROT_WRITE)
+        first = piece.address - piece.address % mmap.ALLOCATIONGRANULARITY
+        try:
+            self._mapping = mmap.mmap(fd, end - first, mmap.MAP_SHARED, access, offset=first)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"descriptor {piece.descriptor} cannot be mapped: {error}") from error
+        view = memoryview(self._mapping)
+        self.address = address_of(view) + piece.address - first
+
+
+class Registration:
+    """Memory of one engine, and how its pages lie there."""
+
+    def __init__(
+        self,
+        client: Client,
+        engine: EngineReach,
+        pieces: Sequence[MemoryPiece],
+        groups: Sequence[GroupOf],
+        descriptors: Sequence[Descriptor],
+    ) -> None:
+        """Raises `UsageError` for what does not fit together, and `UnreachableMemoryError`."""
+        mapped = {piece.descriptor >= 0 for piece in pieces}
+        if len(mapped) != 1:
+            raise UsageError("memory is given by address or by descriptor, and not both ways in one registration")
+        self._client = client
+        self.reach: Reach
+        if mapped.pop():
+            self._kept = [_mapped(piece, descriptors) for piece in pieces]
+            starts = [each.address for each in self._kept]
+            self.reach = MappedReach(engine)
+        else:
+            engine.check()
+            starts = [piece.address for piece in pieces]
+            self.reach = engine
+        self._tables = _tables(pieces, starts, groups)
+        self.planned = PlannedTables(self._tables.words())
+        self.groups = self._tables.groups
+
+    def copies(self, helpers: CopyThreads, until: float | None) -> JobCopies:
+        """For one job."""
+        return JobCopies(self.planned, self.reach, helpers, until)
+
+    def pages(self, copies: JobCopies) -> Pages:
+        """The pages, copied by these."""
+        return pages_by(self._client.links, self._tables, copies)
+
+
+def _mapped(piece: MemoryPiece, descriptors: Sequence[Descriptor]) -> MappedPiece:
+    if piece.descriptor >= len(descriptors):
+        raise UsageError(f"descriptor {piece.descriptor} did not come along: {len(descriptors)} did")
+    return MappedPiece(descriptors[piece.descriptor].fileno(), piece)
+
+
+def _tables(pieces: Sequence[MemoryPiece], starts: Sequence[int], groups: Sequence[GroupOf]) -> RegionTables:
+    def memory(name: str, number: Any) -> tuple[int, int, bool, Any]:
+        if not 0 <= number < len(pieces):
+            raise UsageError(f"{name}: there is no piece {number} of memory; {len(pieces)} were given")
+        return starts[number], pieces[number].nbytes, pieces[number].readonly, None
+
+    return RegionTables.of([_group(each) for each in groups], memory)
+
+
+def _group(given: GroupOf) -> PageGroup:
+    try:
+        layout = Layout(given.dtype, tuple(given.shape), given.memory_format)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a layout makes no sense: {error}") from error
+    namespace = namespace_of_id(given.namespace, layout)
+    return PageGroup(namespace, [_region(each) for each in given.regions], given.pages_per_object, UNTOUCHED)
+
+
+def _region(given: RegionOf) -> Region:
+    return Region(given.piece, given.offset, given.page_bytes, given.page_stride, given.pages)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from .copier_nodes import shared_node, start
+
+__all__ = ["shared_node", "start"]

@@ -1,0 +1,448 @@
+"""Deaths, stops and hostile memory: a job fails or is a miss, nothing is freed while somebody may write to it, and
+nothing is written to an engine that has given the job up."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_copier import ServerPages, register_pages
+from lmcache_copier.pages import SharedFile
+from lmcache_core import Client, Layout, Namespace, PageGroup, Region, Status
+from lmcache_core.buffers import address_of
+from lmcache_core.errors import DisconnectedError, UsageError
+from lmcache_core.kernel.answers import Reason
+from lmcache_testing.processes import ServerProcess
+from lmcache_testing.waiting import until
+
+from .copier_nodes import Node, group_of, keys
+from .slow_pages import PAGE, SlowPages
+
+IDS = array("q", range(4))
+_PROT_NONE, _PROT_READ = 0, 1
+
+
+def one_group(buffer: Any, pages: int = 8, model: str = "slow") -> PageGroup:
+    """Objects of two pages."""
+    return PageGroup(Namespace(model, Layout("uint8", (2 * PAGE,))), [Region(buffer, 0, PAGE, PAGE, pages)], 2)
+
+
+def registered(node: Node, group: PageGroup, files: Any = ()) -> ServerPages:
+    pages = register_pages(node.client, [group], "server", files)
+    assert isinstance(pages, ServerPages)
+    return pages
+
+
+def protect(buffer: mmap.mmap, access: int) -> None:
+    start = ctypes.c_void_p(address_of(memoryview(buffer)))
+    assert ctypes.CDLL(None).mprotect(start, ctypes.c_size_t(len(buffer)), access) == 0
+
+
+def quarantined(node: Node) -> int:
+    """Objects whose slot somebody may still write to."""
+    return int(node.l1["objects_by_state"]["quarantined"])
+
+
+def free_slots(node: Node) -> bool:
+    """Whether no writer holds or may touch a slot."""
+    return node.l1["leases_by_kind"]["write"] == 0 and quarantined(node) == 0
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowPages]:
+    with closing(SlowPages(8)) as pages:
+        yield pages
+
+
+@pytest.fixture
+def node(start: Callable[..., Node]) -> Node:
+    return start()
+
+
+def stored(pages: ServerPages, names: list[bytes], ids: Any = IDS) -> None:
+    assert pages.store([(0, names, ids)]).stored == len(names)
+
+
+# --- the copier -------------------------------------------------------------------------------------------------
+
+
+def test_a_copier_that_is_killed_in_a_copy_frees_its_slots_and_fails_the_job(node: Node, slow: SlowPages) -> None:
+    pages = registered(node, one_group(slow.buffer))
+    job = pages.store_start([(0, keys(2), IDS)], reads=False)
+    slow.wait_touched()
+    assert node.l1["leases_by_kind"]["write"] == 1
+    first = node.kill()
+    assert job.wait(60)
+    assert job.result is not None
+    assert list(job.result.statuses[0]) == [Status.UNREACHABLE] * 2
+    assert "ended" in job.fault
+    until(lambda: free_slots(node), "the slots are free")
+    assert node.client.lookup(keys(2), namespace=pages.groups[0].namespace).hits == 0
+    slow.give(0, 8, b"abcd")
+    until(lambda: node.helper["pid"] not in (None, first) and node.path.exists(), "a new copier")
+    assert until(lambda: pages.store([(0, keys(2), IDS)]).stored == 2, "it stores again")
+
+
+def test_a_copier_that_is_killed_while_it_writes_gives_its_reads_back_and_leaves_no_page_trusted(
+    node: Node, slow: SlowPages
+) -> None:
+    stored(registered(node, one_group(bytearray(os.urandom(8 * PAGE)))), keys(2))
+    into = registered(node, one_group(slow.buffer))
+    job = into.retrieve_start([(0, keys(2), IDS)])
+    threading.Thread(target=job.wait, daemon=True).start()
+    slow.wait_touched()
+    assert node.l1["leases_by_kind"]["read"] == 1
+    node.kill()
+    assert job.wait(60)
+    assert job.result is not None
+    assert sorted(job.result.untrusted[0]) == list(IDS)
+    until(lambda: node.l1["leases_by_kind"]["read"] == 0, "its lease has ended")
+
+
+@pytest.mark.slow
+def test_kills_at_any_time_of_stores_and_loads_lose_no_byte(node: Node) -> None:
+    chooser = random.Random(35)
+    source, target = bytearray(8 * PAGE), bytearray(8 * PAGE)
+    out, into = registered(node, one_group(source)), registered(node, one_group(target))
+    for turn in range(5):
+        killer = threading.Timer(chooser.random() * 0.05, os.kill, (node.pid, signal.SIGKILL))
+        killer.start()
+        served = 0
+        while served < 3 or killer.is_alive():
+            number = chooser.randrange(1 << 30)
+            source[:] = bytes([number % 256]) * len(source)
+            names = keys(4, 4 * number)
+            saved = out.store([(0, names, list(range(8)))])
+            target[:] = bytes([(number + 1) % 256]) * len(target)
+            read = into.retrieve([(0, names, list(range(8)))])
+            for at, status in enumerate(read.statuses[0]):
+                piece = target[2 * at * PAGE : 2 * (at + 1) * PAGE]
+                if status is Status.HIT:
+                    assert piece == source[: len(piece)]
+                elif not {2 * at, 2 * at + 1} & set(read.untrusted[0]):
+                    assert piece == bytes([(number + 1) % 256]) * len(piece)
+            served += read.hits == saved.stored == 4
+        until(lambda: free_slots(node), f"slots after turn {turn}")
+
+
+class CopyingServer(ServerProcess):
+    def _command(self) -> list[str]:
+        return [*super()._command(), "--copier.threads", "1"]
+
+
+def test_a_server_that_hangs_costs_a_job_its_deadline_and_the_copier_lives_on() -> None:
+    target = bytearray(b"\x01" * 8 * PAGE)
+    with CopyingServer(32 << 20) as server, server.client() as client:
+        until(lambda: client.status()["operations"]["copier"]["copier"], "the copier")
+        pages = register_pages(client, [one_group(target)], "server")
+        assert pages.store([(0, keys(2), IDS)]).stored == 2
+        pid = client.status()["helpers"]["copier"]["pid"]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            late = pages.store([(0, keys(2, 10), IDS)], deadline_s=0.2)
+            assert list(late.statuses[0]) == [Status.UNREACHABLE] * 2
+            assert list(late.reasons[0]) == [Reason.LATE] * 2
+            missed = pages.retrieve([(0, keys(2), IDS)], deadline_s=0.2)
+            assert list(missed.reasons[0]) == [Reason.LATE] * 2
+            assert list(missed.statuses[0]) == [Status.MISS] * 2
+            assert missed.untrusted == [[]]
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert until(lambda: pages.retrieve([(0, keys(2), IDS)]).hits == 2, "the server again")
+        assert client.status()["helpers"]["copier"]["pid"] == pid
+
+
+def test_a_stopped_copier_is_killed_before_its_job_is_given_up(node: Node) -> None:
+    """It would go on to write to pages that are others' by then."""
+    source = bytearray(os.urandom(8 * PAGE))
+    target = mmap.mmap(-1, 8 * PAGE)
+    out, into = registered(node, one_group(source)), registered(node, one_group(target))
+    stored(out, keys(2))
+    ended = os.pidfd_open(node.kill(signal.SIGSTOP))
+    job = into.retrieve_start([(0, keys(2), IDS)], deadline_s=0.05)
+    assert job.wait(60)
+    assert job.result is not None
+    assert list(job.result.statuses[0]) == [Status.UNREACHABLE] * 2
+    assert sorted(job.result.untrusted[0]) == list(IDS)
+    assert select.select([ended], [], [], 0)[0], "it is dead"
+    os.close(ended)
+    assert bytes(target) == bytes(8 * PAGE)
+    assert until(lambda: into.retrieve([(0, keys(2), IDS)]).hits == 2, "a new copier")
+
+
+def test_slots_of_a_stopped_copier_stay_in_quarantine_until_it_is_dead(
+    start: Callable[..., Node], slow: SlowPages
+) -> None:
+    """Its lease expires, and the key is free for others; the slot is not, for it may wake up and write."""
+    node = start(lease={"write_ttl_s": 0.3})
+    pages = registered(node, one_group(slow.buffer))
+    job = pages.store_start([(0, keys(2), IDS)], reads=False)  # nobody asks how it is
+    slow.wait_touched()
+    node.kill(signal.SIGSTOP)
+    until(lambda: quarantined(node) > 0, "the lease has expired")
+    again = node.client.register_pages([one_group(bytearray(b"\x07" * 8 * PAGE))])
+    assert again.store([(0, keys(2), IDS)]).stored == 2  # in other slots
+    slow.give(0, 8, b"late")  # the stopped copier's system call ends, and writes into its slots
+    assert quarantined(node) > 0
+    target = bytearray(8 * PAGE)
+    into = node.client.register_pages([one_group(target)])
+    assert into.retrieve([(0, keys(2), IDS)], verify="always").hits == 2
+    assert target[: 4 * PAGE] == b"\x07" * 4 * PAGE
+    node.kill()
+    until(lambda: free_slots(node), "it is dead")
+    assert job.wait(60)
+
+
+def test_a_copy_that_hangs_in_the_engines_memory_can_be_given_up(node: Node, slow: SlowPages) -> None:
+    pages = registered(node, one_group(slow.buffer))
+    job = pages.store_start([(0, keys(2), IDS)], reads=False)
+    slow.wait_touched()
+    pid = node.pid
+    job.cancel()
+    assert "killed" in job.fault
+    until(lambda: node.helper["pid"] not in (None, pid), "a new copier")
+    until(lambda: free_slots(node), "the slots are free")
+
+
+def test_without_a_copier_nothing_is_stored_and_nothing_raised(node: Node) -> None:
+    pages = registered(node, one_group(bytearray(8 * PAGE)))
+    node.server.stop()
+    assert list(pages.store([(0, keys(2), IDS)]).statuses[0]) == [Status.UNREACHABLE] * 2
+    assert pages.retrieve([(0, keys(2), IDS)]).hits == 0
+
+
+# --- the engine -------------------------------------------------------------------------------------------------
+
+ENGINE = """
+import mmap, sys
+from array import array
+from lmcache_copier import register_pages
+from lmcache_core import Client, Layout, Namespace, PageGroup, Region
+sys.path.insert(0, {here!r})
+from slow_pages import PAGE, SlowPages
+client = Client.connect({name!r}, runtime_dir={run!r})
+slow = SlowPages(8)
+group = PageGroup(Namespace("slow", Layout("uint8", (2 * PAGE,))), [Region(slow.buffer, 0, PAGE, PAGE, 8)], 2)
+pages = register_pages(client, [group], "server")
+job = pages.store_start([(0, [bytes([n]) * 32 for n in (1, 2)], array("q", range(4)))], reads=False)
+slow.wait_touched()
+print("inside", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_that_dies_in_a_copy_costs_a_failed_job(node: Node) -> None:
+    script = ENGINE.format(
+        here=str(Path(__file__).parent), name=node.client.links.target.name, run=str(node.folder / "run")
+    )
+    engine = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with engine:
+        assert engine.stdout is not None
+        line = engine.stdout.readline()
+        if not line:
+            pytest.skip("this kernel gives us no userfaultfd")
+        pid = node.pid
+        assert node.l1["leases_by_kind"]["write"] == 1
+        engine.kill()
+    until(lambda: free_slots(node), "the slots are free")
+    assert node.client.lookup([bytes([1]) * 32], namespace=one_group(bytearray(8 * PAGE)).namespace).hits == 0
+    assert node.pid == pid
+    assert node.helper["restarts"] == 0
+    until(lambda: node.figures.get("engines") == 0, "the copier has let it go")
+
+
+@pytest.mark.parametrize("way", ["address", "descriptor"])
+def test_memory_that_goes_away_fails_the_job_and_nothing_else(node: Node, way: str) -> None:
+    """By address the kernel says EFAULT. By descriptor a truncated file would be a SIGBUS, had it been touched."""
+    fd = os.memfd_create("engine")
+    os.truncate(fd, 8 * PAGE)
+    mapping = mmap.mmap(fd, 8 * PAGE) if way == "descriptor" else mmap.mmap(-1, 8 * PAGE)
+    mapping[:] = os.urandom(8 * PAGE)
+    pages = registered(node, one_group(mapping), [SharedFile(fd, mapping)] if way == "descriptor" else ())
+    stored(pages, keys(1), IDS[:2])
+    pid = node.pid
+    link, number = pages.registration()
+    if way == "address":
+        protect(mapping, _PROT_NONE)
+    else:
+        os.truncate(fd, 0)
+    # Past the engine's own checks, which see this before they ask.
+    from lmcache_copier import messages as m
+
+    entry = m.JobEntry(0, b"".join(keys(2)), array("q", [2, 3, 4, 5]).tobytes())
+    reply = link.call(lambda rid: m.StorePages(rid, number, [entry], None, False), (m.JobFinished,))
+    aborted = m.STATUSES[Status.ABORTED]
+    exists = m.STATUSES[Status.EXISTS]
+    assert list(reply.statuses[0]) == [exists, aborted]
+    assert "register memory that is there" in reply.fault
+    reply = link.call(
+        lambda rid: m.RetrievePages(rid, number, [m.JobEntry(0, keys(1)[0], IDS[:2].tobytes())], None, 0),
+        (m.JobFinished,),
+    )
+    assert list(reply.statuses[0]) == [aborted]
+    assert sorted(array("q", reply.untrusted[0])) == [0, 1]
+    assert reply.fault
+    until(lambda: free_slots(node), "the slots are free")
+    assert node.pid == pid
+    if way == "address":
+        protect(mapping, 3)
+    os.close(fd)
+
+
+def test_a_job_that_is_cancelled_while_it_waits_touches_nothing(start: Callable[..., Node]) -> None:
+    node = start(l1={"size_bytes": 16 << 20})
+    target = bytearray(8 * PAGE)
+    pages = registered(node, one_group(target))
+    stored(pages, keys(2))
+    target[:] = b"\x01" * len(target)
+    job = pages.retrieve_start([(0, keys(2), IDS)])
+    job.cancel()
+    assert job.result is not None
+    for at, status in enumerate(job.result.statuses[0]):
+        assert status in (Status.HIT, Status.ABORTED)
+        if status is Status.ABORTED and not job.result.untrusted[0]:
+            assert target[2 * at * PAGE : 2 * (at + 1) * PAGE] == b"\x01" * 2 * PAGE
+    until(lambda: node.l1["leases_by_kind"]["read"] == 0, "its lease has ended")
+
+
+def test_a_clear_dooms_what_is_being_copied(node: Node, slow: SlowPages) -> None:
+    pages = registered(node, one_group(slow.buffer))
+    job = pages.store_start([(0, keys(2), IDS)], reads=False)
+    slow.wait_touched()
+    node.client.clear(namespace=pages.groups[0].namespace)
+    slow.give(0, 8, b"abcd")
+    assert job.wait(60)
+    assert job.result is not None
+    assert list(job.result.statuses[0]) == [Status.CLEARED] * 2
+
+
+def test_readers_never_see_half_of_a_store(node: Node) -> None:
+    """Each object is of one number. Writers replace it, an operator clears, and engines read through the copier."""
+    ends = threading.Event()
+    faults: list[str] = []
+
+    def write(number: int) -> None:
+        source = bytearray(8 * PAGE)
+        pages = registered(node, one_group(source, model="torn"))
+        turn = number
+        while not ends.is_set():
+            source[:] = bytes([turn % 251 + 1]) * len(source)
+            pages.store([(0, keys(4), array("q", range(8)))])
+            node.client.clear(namespace=pages.groups[0].namespace)
+            turn += 2
+
+    def read() -> None:
+        target = bytearray(8 * PAGE)
+        pages = registered(node, one_group(target, model="torn"))
+        hits = 0
+        while hits < 200 and not faults:
+            target[:] = bytes(len(target))
+            result = pages.retrieve([(0, keys(4), array("q", range(8)))])
+            for at, status in enumerate(result.statuses[0]):
+                piece = target[2 * at * PAGE : 2 * (at + 1) * PAGE]
+                if status is Status.HIT:
+                    hits += 1
+                    if len(set(piece)) != 1 or not piece[0]:
+                        faults.append(f"{sorted(set(piece))}")
+                elif any(piece) and not {2 * at, 2 * at + 1} & set(result.untrusted[0]):
+                    faults.append("a miss was written")
+
+    writers = [threading.Thread(target=write, args=(each,)) for each in range(2)]
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for each in [*writers, *readers]:
+        each.start()
+    for each in readers:
+        each.join()
+    ends.set()
+    for each in writers:
+        each.join()
+    assert not faults
+
+
+# --- who may ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_another_process_is_refused(node: Node) -> None:
+    """A forked child that went on with its parent's connection, or a pid that has another owner: the mark is not
+    there."""
+    from lmcache_copier import messages as m
+
+    pages = registered(node, one_group(bytearray(8 * PAGE)))
+    link, _ = pages.registration()
+    piece = m.MemoryPiece(0x1000, PAGE, -1, False)
+    for at in (address_of(memoryview(bytearray(64))), 8):
+        with pytest.raises(UsageError, match=f"memory of pid {os.getpid()}"):
+            link.call(lambda rid, at=at: m.RegisterMemory(rid, at, b"x" * 16, [piece], []), (m.MemoryRegistered,))
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(node: Node) -> None:
+    pages = registered(node, one_group(bytearray(8 * PAGE)))
+    link, _ = pages.registration()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if not link.usable else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    stored(pages, keys(2))
+
+
+CHILD = """
+import os, sys
+import lmcache_core.client.client
+from lmcache_copier import ServerPages, register_pages
+from lmcache_core import Client, Layout, Namespace, PageGroup, Region
+from lmcache_core.errors import CacheError
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+client = Client.connect({name!r}, runtime_dir={run!r}, server_uid=0)
+group = PageGroup(Namespace("m", Layout("uint8", (4096,))), [Region(bytearray(b"u" * 4096), 0, 4096, 4096, 1)], 1)
+try:
+    pages = register_pages(client, [group], "server")
+    print(pages.store([(0, [bytes(32)], [0])]).stored)
+except CacheError as error:
+    print(error)
+client.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+@pytest.mark.parametrize("uids", [[], [65534]])
+def test_another_user_registers_only_where_settings_say_so(uids: list[int], tmp_path_factory: Any) -> None:
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
+    from .copier_nodes import start_node
+
+    with TemporaryDirectory(dir="/tmp") as folder, ExitStack() as stack:
+        Path(folder).chmod(0o711)
+        node = start_node(
+            stack, Path(folder), l1={"access": "group", "gids": [65534]}, copier={"uids": uids, "gids": [65534]}
+        )
+        script = CHILD.format(name=node.client.links.target.name, run=str(node.folder / "run"))
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ("name its uid in copier.uids" in done.stdout) if not uids else (done.stdout.strip() == "1"), done
+
+
+def test_a_server_without_a_copier_says_what_it_needs(start: Callable[..., Node], tmp_path: Path) -> None:
+    from lmcache_testing.embedded import embedded_server
+
+    with embedded_server(tmp_path / "bare") as server:
+        client = Client.connect(server.parts.settings.name, runtime_dir=tmp_path / "bare" / "run")
+        with client:
+            with pytest.raises(DisconnectedError, match=r"a table \[copier\]"):
+                register_pages(client, [group_of(bytearray(1 << 20), 64)], "server")
+            said: list[str] = []
+            pages = register_pages(client, [group_of(bytearray(1 << 20), 64)], "auto", say=said.append)
+            assert not isinstance(pages, ServerPages)
