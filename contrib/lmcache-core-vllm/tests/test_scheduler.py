@@ -129,9 +129,10 @@ def output(scheduled: dict[str, tuple[int, int]], tables: dict[str, list[int]] |
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(count for _, count in scheduled.values()),
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=at) for name, (at, _) in scheduled.items()
+            SimpleNamespace(req_id=name, num_computed_tokens=at, block_ids=(found.get(name, []),))
+            for name, (at, _) in scheduled.items()
         ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
         scheduled_spec_decode_tokens={},
         num_scheduled_tokens={name: count for name, (_, count) in scheduled.items()},
         kv_connector_block_state=SimpleNamespace(
@@ -148,6 +149,28 @@ def test_a_step_waits_once_however_many_requests_ask(side: SchedulerSide, clock:
     side.step(output({}))
     side.match(requests[0], 0)
     assert clock.now - began == pytest.approx(2 * ConnectorConfig().step_wait_s)
+
+
+def test_a_step_names_the_blocks_that_are_given_out_for_it(clock: Clock, client: SilentClient) -> None:
+    side = made(clock, client, [Group(0, Kind.FULL, BLOCK, 1), Group(1, Kind.STATE, BLOCK, 1)])
+    request = Request("a", 5 * BLOCK)
+    side.match(request, 0)
+    said = output({"a": (2 * BLOCK, BLOCK)})
+    said.scheduled_new_reqs[0].block_ids = ([7, 8, 9], [0, 0, 19])  # two are vLLM's own hits
+    said.scheduled_cached_reqs.new_block_ids = [None, ([11], [21])]
+    said.kv_connector_block_state.boundary_state_offloads = {"a": [(1, 19, 3 * BLOCK)]}
+    said.kv_connector_block_state.get_block_ids = lambda name: ([7, 8, 9], [0, 0, 19])
+    first = side.step(said)
+    assert sorted(first.fresh) == [9, 11, 19, 21]
+    assert 19 in [block for each in first.saves for block in each.block_ids]
+    assert side.step(output({})).fresh == [19], "what holds a state now may be written to in the next step"
+
+
+def test_a_step_names_the_blocks_that_a_load_is_to_fill(side: SchedulerSide, client: SilentClient) -> None:
+    client.tokens, request = 1000, Request("b", 6 * BLOCK)
+    side.match(request, 2 * BLOCK)
+    side.allocated(request, [[1, 2, 3, 4, 5, 6]], 3 * BLOCK)
+    assert side.step(output({})).fresh == [3, 4, 5]
 
 
 def test_a_server_that_says_nothing_leaves_what_the_index_has(

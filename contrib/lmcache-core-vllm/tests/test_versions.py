@@ -30,7 +30,6 @@ KEPT = {
     "get_loaded_kv_cache_group_ids": "all groups are loaded",
     "get_mem_pool_context": "KV lies where the engine puts it",
     "get_required_kvcache_layout": "every layout will do",
-    "handle_preemptions": "blocks are read before their step ends",
     "has_pending_block_frees": "no block is kept",
     "has_pending_push_work": "nothing is pushed",
     "register_finished_partial_tail": "whole blocks only",
@@ -47,8 +46,8 @@ FIELDS = {
     "skip_reading_prefix_cache kv_transfer_params trace_headers",
     ("vllm.v1.core.sched.output", "SchedulerOutput"): "total_num_scheduled_tokens scheduled_new_reqs "
     "scheduled_cached_reqs scheduled_spec_decode_tokens num_scheduled_tokens kv_connector_block_state",
-    ("vllm.v1.core.sched.output", "NewRequestData"): "req_id num_computed_tokens",
-    ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids num_computed_tokens",
+    ("vllm.v1.core.sched.output", "NewRequestData"): "req_id num_computed_tokens block_ids",
+    ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids num_computed_tokens new_block_ids",
     ("vllm.v1.core.sched.output", "KVConnectorBlockState"): "boundary_state_offloads",
     ("vllm.v1.outputs", "KVConnectorOutput"): "finished_recving failed_recving invalid_block_ids",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "num_blocks kv_cache_groups kv_cache_layout hash_block_size",

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_core import Client, KeyGroup, Need, PageEntry, Status
 from lmcache_core.client import PagesResult, RetrieveJob
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.tokens.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lmcache_copier import ServerRetrieve
 
 
 class Arrivals:
@@ -26,7 +30,7 @@ class Arrivals:
         client: Client,
         namespaces: Sequence[Namespace],
         entries: Sequence[PageEntry],
-        start: Callable[[Sequence[PageEntry]], RetrieveJob],
+        start: Callable[[Sequence[PageEntry]], RetrieveJob | ServerRetrieve],
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,7 +41,7 @@ class Arrivals:
         self._start = start
         self._wait_s = wait_s
         self._clock = clock
-        self._job: RetrieveJob | None = None
+        self._job: RetrieveJob | ServerRetrieve | None = None
         self._reading: list[int] = []  # how many blocks of each entry the job reads
         self._read = [0] * len(entries)  # of each entry, so far
         self._seen: int | None = -1  # what was published when the index was searched last
@@ -103,7 +107,7 @@ class Arrivals:
         wanted = KeyGroup(self._namespaces[entry.group], left, Need.PREFIX)
         return self._client.lookup_many([wanted], unit_tokens=1, ask=False).tokens
 
-    def _note(self, job: RetrieveJob) -> bool:
+    def _note(self, job: RetrieveJob | ServerRetrieve) -> bool:
         """A job has ended. Returns False: there may be more to read."""
         result, self._job = job.result, None
         statuses = iter(() if result is None else result.statuses)

@@ -34,8 +34,9 @@ class ConnectorConfig:
     server's answer; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep busy
     on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or "always".
     `copy_threads`: as `Client.connect` takes it. `report_token_ids`: if the server publishes KV events, report the
-    tokens of each block beside its hash. Tokens are content. `unproven_ok`: serve engines whose KV lies on a GPU, and
-    versions of vLLM, which no test of this package has run with.
+    tokens of each block beside its hash. Tokens are content. `transfer`: who copies blocks: this "engine", the copier
+    of the "server" (lmcache-copier, for engines on the CPU), or whichever proves better, "auto". `unproven_ok`: serve
+    engines whose KV lies on a GPU, and versions of vLLM, which no test of this package has run with.
     """
 
     server: str = ""
@@ -57,6 +58,7 @@ class ConnectorConfig:
     store_cpu_share: float = 0.1
     verify: str = "never"
     copy_threads: int = 0
+    transfer: str = "engine"
     report_token_ids: bool = True
     unproven_ok: bool = False
 
@@ -76,6 +78,7 @@ class ConnectorConfig:
         made = cls(**given)
         _check_choice(f"{where}: load", made.load, ("async", "sync"))
         _check_choice(f"{where}: weights_fingerprint", made.weights_fingerprint, ("samples", "whole", "off"))
+        _check_choice(f"{where}: transfer", made.transfer, ("engine", "server", "auto"))
         _check_choice(f"{where}: verify", made.verify, ("never", "first", "always"))
         if type(made.kv_shards) is not int or made.kv_shards < 0:
             raise SettingsError(f"{where}: kv_shards is {made.kv_shards!r}: give a number of shards, or 0 for none")

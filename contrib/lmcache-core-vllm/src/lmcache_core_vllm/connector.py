@@ -155,8 +155,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks can be freed at once: saves have already read them. With what another engine needs to know that
-        decodes."""
+        """Its blocks can be freed at once: saves have already read them, or are waited for before somebody writes to
+        them. With what another engine needs to know that decodes."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -251,6 +251,11 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _step_fails(self) -> bool:
         """Whether an exception ends the step: vLLM still finishes such a step, with blocks that were not computed."""
         return sys.exception() is not self._handled
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Before each step, and before vLLM clears or fills the blocks that it has given out for it."""
+        if self.worker is not None:
+            self.worker.await_reads(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""

@@ -111,6 +111,7 @@ class SchedulerSide:
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
         # whose loads each step waits for; the last one is the next step
         self._step_loads: deque[list[Tracked]] = deque([[]])
+        self._saved_states: list[int] = []  # blocks of states that the last step saves
         self._epoch = 0
         self._steps = 0  # made so far
         self._waited_s = 0.0  # in this step
@@ -419,6 +420,7 @@ class SchedulerSide:
         self._awaited |= {load.request_id: load.without_hashes() for load in made.loads if not load.waits}
         self._give_back_ended()
         if self._saves and self.namespaces:
+            made.fresh = self._fresh_blocks(output, made.loads)
             state = output.kv_connector_block_state
             for request_id, computed in _computed_after(output).items():
                 tracked = self.tracked.get(request_id)
@@ -428,6 +430,16 @@ class SchedulerSide:
             if state is not None:
                 self._add_states(made, state.boundary_state_offloads)
         return made
+
+    def _fresh_blocks(self, output: Any, loads: Sequence[Load]) -> list[int]:
+        """Blocks that were given out since the step before, and those of states: vLLM writes to some of them again."""
+        fresh, self._saved_states = self._saved_states, []
+        for each in output.scheduled_new_reqs:
+            for group, ids in zip(self.groups, each.block_ids, strict=True):
+                fresh += ids[each.num_computed_tokens // group.block_tokens :]
+        for new in output.scheduled_cached_reqs.new_block_ids:
+            fresh += [block for ids in new or () for block in ids]
+        return fresh + [block for load in loads for blocks in load.blocks for block in blocks.block_ids]
 
     def _give_back_ended(self) -> None:
         """Promises of synchronous loads that have ended by now."""
@@ -492,6 +504,7 @@ class SchedulerSide:
                 request = tracked.request
                 if block < group.hashed_blocks(request.block_hashes) and self._wanted(tracked, boundary):
                     self._add_saves(step, tracked, [self._blocks(tracked, group, {block: block_id})])
+                    self._saved_states.append(block_id)
 
     def _wanted(self, tracked: Tracked, boundary: int) -> bool:
         wanted = self._config.save_generated or boundary <= tracked.request.num_prompt_tokens

@@ -53,7 +53,8 @@ class Step:
     """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler learns of a
     load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads of earlier steps that the
     scheduler does not yet know to have ended; without their hashes. `weights`: what the engine computes with, if that
-    has changed since its workers reported it. `delivers`: another engine waits for what is saved."""
+    has changed since its workers reported it. `delivers`: another engine waits for what is saved. `fresh`: blocks that
+    the engine or a load may write to from this step on, and may have freed since an earlier one."""
 
     hashing: Hashing
     epoch: int = 0
@@ -64,3 +65,4 @@ class Step:
     saves: list[Blocks] = field(default_factory=list)
     weights: Weights | None = None
     delivers: bool = False
+    fresh: list[int] = field(default_factory=list)

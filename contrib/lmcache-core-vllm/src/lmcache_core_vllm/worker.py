@@ -2,7 +2,8 @@
 
 Loads that a step needs are waited for, layer by layer; all others run between steps, on threads of lmcache-core's
 extension, and are polled once a step. When `save` returns, everything to be saved has been read from the engine's
-memory.
+memory, if that is the host's. On a device it is read behind what the engine has queued, by those threads; a step that
+is given such blocks anew waits for the save first (`await_reads`).
 """
 
 from __future__ import annotations
@@ -12,30 +13,36 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_core import Client, PageEntry, PageGroup, Promise, Status
 from lmcache_core.client import Pages, PagesResult, RetrieveJob, StoreJob, threads_to_copy
 from lmcache_core.cpu_share import CpuShare
-from lmcache_core.errors import CacheError, StaleRegionError
+from lmcache_core.errors import CacheError, PluginError, StaleRegionError
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.plugins.suggest import install_command
 from lmcache_core_vllm.arrivals import Arrivals
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Allowance, Patience
+from lmcache_core_vllm.pins import PoolPins
 from lmcache_core_vllm.shards import Part
 from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
 from lmcache_core_vllm.weights import Weights
 
+if TYPE_CHECKING:
+    from lmcache_copier import ServerPages, ServerRetrieve, ServerStore
+
 log = logging.getLogger("vllm.lmcache_core")
 
-Job = TypeVar("Job", RetrieveJob, StoreJob)
+Job = TypeVar("Job")
 
 NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
+READ_WAIT_S = 5.0  # for the device, until the log says that it is waited for
 SAVE_WAIT_S = 0.25  # an answer that takes this long now and then, as at a start, must not cost a prompt
 SAVE_WAIT_SHARE = 0.01  # of the time, beyond which saves wait only `step_wait_s`
 DELIVERY_WAIT_S = 0.25  # another engine waits for these blocks, and would wait much longer in vain
@@ -46,14 +53,15 @@ class _Loading:
     """A running load. `job` is None if it could not even begin."""
 
     load: Load
-    job: RetrieveJob | Arrivals | None
+    job: RetrieveJob | ServerRetrieve | Arrivals | None
     began_s: float
 
 
 @dataclass
 class _Saving:
-    job: StoreJob
+    job: StoreJob | ServerStore
     block_bytes: list[int]  # by entry
+    reads: frozenset[int] = frozenset()  # blocks of a device that may not have been read yet
 
 
 @dataclass
@@ -91,6 +99,9 @@ class WorkerSide:
         self.memory = memory
         self._shard_memory = [memory, *(each.memory for each in more_shards)]
         self._clock = clock
+        groups = [group for own in self._shard_memory for group in own]
+        self._on_device = any(each.device == "cuda" for group in groups for layer in group for each in layer.regions)
+        self._pins = PoolPins(client)
         self._bind()
         assert self._pages is not None
         layers = [layers for each in self._shard_memory for layers in each]
@@ -120,18 +131,27 @@ class WorkerSide:
             line = "KV group %d is namespace %016x (%s), with %d bytes a block"
             log.info(line, number % len(self.memory), each.id, each.public_label, each.layout.nbytes)
         introduce(self._client, self.namespaces)
-        self._pages: Pages | None = self._register()
+        self._pages: Pages | ServerPages | None = self._register()
+        if self._on_device:
+            self._pins.look()
 
-    def _register(self) -> Pages:
+    def _register(self) -> Pages | ServerPages:
         memory = [layers for each in self._shard_memory for layers in each]
-        return self._client.register_pages(
-            [
-                PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
-                for namespace, layers in zip(self.namespaces, memory, strict=True)
-            ]
-        )
+        groups = [
+            PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
+            for namespace, layers in zip(self.namespaces, memory, strict=True)
+        ]
+        if self._config.transfer == "engine":
+            return self._client.register_pages(groups)
+        try:
+            from lmcache_copier import register_pages
+        except ImportError as error:
+            why = f"transfer = {self._config.transfer!r} needs lmcache-copier in the engine's environment"
+            raise PluginError(why, cure=install_command("lmcache-copier")) from error
+        transfer: Any = self._config.transfer
+        return register_pages(self._client, groups, transfer, say=log.info, patient=True)
 
-    def _with_pages(self, call: Callable[[Pages], Job]) -> Job:
+    def _with_pages(self, call: Callable[[Pages | ServerPages], Job]) -> Job:
         """Memory that the engine has replaced without a word is registered anew, once."""
         if self._pages is None:
             raise StaleRegionError("the engine sleeps, and its KV cache has no memory")
@@ -142,8 +162,8 @@ class WorkerSide:
             return call(self._pages)
 
     def unregister(self) -> None:
-        """The engine gives its memory back, and sleeps. Loads that still write to it end before this returns; their
-        requests are told of in the first step after it. Saves have read theirs already."""
+        """The engine gives its memory back, and sleeps. Loads that still write to it, and saves that still read it, end
+        before this returns; the loads' requests are told of in the first step after it."""
         running = [*self.loading.values(), *([self.step_load] if self.step_load else [])]
         jobs = [each.job for each in running if each.job is not None]
         for job in jobs:
@@ -151,6 +171,10 @@ class WorkerSide:
         for job in jobs:
             while not job.wait(self._config.load_timeout_s):
                 log.warning("a load still writes to memory that vLLM takes back: it is waited for")
+        for saving in self.saving:
+            self._await_read(saving)
+        if self._pages is not None and not isinstance(self._pages, Pages):
+            self._pages.close()
         self._pages = None
 
     def restore(self, weights: Weights) -> None:
@@ -179,6 +203,8 @@ class WorkerSide:
             self.end_step_loads(step)
         self._step_number, self._step_is_open = step.number, True
         self._client.look()  # after a restart of the server, the link is there when this step's blocks are saved
+        if self._on_device:
+            self._pins.look()
         weights = step.weights
         shards = self.shards if weights is None else [each.computing_with(weights) for each in self.shards]
         known = self._path if step.weights is None else step.weights.path
@@ -253,7 +279,7 @@ class WorkerSide:
 
     def _retrieve(
         self, entries: Sequence[PageEntry], promises: Sequence[Promise | None] = (), order: Any = "object"
-    ) -> RetrieveJob:
+    ) -> RetrieveJob | ServerRetrieve:
         return self._with_pages(
             lambda pages: pages.retrieve_start(
                 entries,
@@ -371,7 +397,9 @@ class WorkerSide:
         try:
             self._store(step, count)
         finally:
-            self._share.charge((self._cpu_clock() - began_s) * self._threads_that_copy(step))
+            # What a device copies is charged when it has been read: this thread does not see it.
+            threads = 1 if self._on_device else self._threads_that_copy(step)
+            self._share.charge((self._cpu_clock() - began_s) * threads)
 
     def _store(self, step: Step, count: int) -> None:
         wait_s = max(self._config.step_wait_s, self._save_waits.left_s)
@@ -389,20 +417,39 @@ class WorkerSide:
             return
         self._save_waits.spend(job.waited_s)
         entries_bytes = [shard.groups[each.group].block_bytes for each, shard in product(step.saves, self.shards)]
-        self.saving.append(_Saving(job, entries_bytes))
+        reads = frozenset(block for each in step.saves for block in each.block_ids) if self._on_device else frozenset()
+        self.saving.append(_Saving(job, entries_bytes, reads))
         self.hear_saves()
 
+    def await_reads(self, step: Step) -> None:
+        """The engine is about to write to the blocks that this step is given: saves that still read one end first."""
+        fresh = frozenset(step.fresh)
+        for saving in self.saving:
+            if not saving.reads.isdisjoint(fresh):
+                self._await_read(saving)
+
+    @staticmethod
+    def _await_read(saving: _Saving) -> None:
+        while not saving.job.wait_read(READ_WAIT_S):
+            log.warning("a save still reads blocks that vLLM needs: it is waited for")
+
     def _threads_that_copy(self, step: Step) -> int:
-        """This thread, and those that are created for a large copy: they take as long."""
+        """This thread, and those that are created for a large copy: they take as long. Those of a copier are not this
+        process's."""
+        if not isinstance(self._pages, Pages):
+            return 1
         pairs = product(step.saves, self.shards)
         nbytes = sum(len(blocks.hashes) * shard.groups[blocks.group].block_bytes for blocks, shard in pairs)
         return max(1, min(threads_to_copy(self._config.copy_threads), nbytes // BYTES_A_THREAD))
 
     def hear_saves(self) -> None:
-        """Count the saves that the server has answered."""
+        """Count the saves that the server has answered, and charge those that a device has copied."""
         open_saves = []
         for saving in self.saving:
             result = saving.job.result
+            if saving.reads and saving.job.has_read:
+                saving.reads = frozenset()
+                self._share.charge(saving.job.device_s)
             if result is None:
                 open_saves.append(saving)
             else:
@@ -445,7 +492,8 @@ class WorkerSide:
                 loading.job.cancel()
         until = self._clock() + CLOSE_S
         for saving in self.saving:
-            saving.job.wait(max(0.0, until - self._clock()))
+            if not saving.job.wait(max(0.0, until - self._clock())) and not saving.job.has_read:
+                saving.job.cancel()
         self._client.close()
 
 

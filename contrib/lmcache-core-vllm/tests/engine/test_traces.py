@@ -79,8 +79,8 @@ def step_of(tables: dict[str, list[int]]) -> SimpleNamespace:
     """What vLLM says of a step that computes both blocks of each request."""
     return SimpleNamespace(
         total_num_scheduled_tokens=2 * BLOCK * len(tables),
-        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in tables],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0, block_ids=([],)) for name in tables],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
         scheduled_spec_decode_tokens={},
         num_scheduled_tokens=dict.fromkeys(tables, 2 * BLOCK),
         kv_connector_block_state=SimpleNamespace(
