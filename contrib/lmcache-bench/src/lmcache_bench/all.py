@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
 # An engine needs vLLM or transformers, and more time than all the others together; a peer has to be installed first.
-# `peer-tier` needs a package that `lmcache-bench` does not, and a redis-server.
-NOT_BY_DEFAULT = ("all", "engine", "hints", "peer", "peer-tier")
+# `peer-tier` and `transfer` need packages that `lmcache-bench` does not, and the first a redis-server.
+NOT_BY_DEFAULT = ("all", "backing", "engine", "gpu", "hints", "peer", "peer-tier", "transfer")
 TIMEOUT_S = 1800.0  # for one bench
 
 

@@ -23,9 +23,13 @@ BENCHES: dict[str, str] = {
     "restart": "a million objects adopted from a dead server's pool, to the first hit",
     "engine": "time to first token of vLLM or transformers, and what traffic without reuse loses",
     "peer": "store, lookup and retrieve beside LMCache's own server, in turns",
+    "transfer": "pages copied by the engine itself, and by the copier beside the server",
     "peer-tier": "objects loaded from another node's pool, against a bare socket and Redis",
+    "backing": "a pool in memory, on a disk's file, and a disk tier, warm and after a restart",
+    "gpu": "pages of a GPU stored and retrieved, against bare copies to pinned memory",
     "hints": "agents' sessions with and without hints before they return, replayed in real time",
     "observe": "what metrics, events, a recording and spans cost other clients, against a server without them",
+    "blend": "chunks found by content and moved, prompts planned, and whether reuse lasts",
     "hooks": "a hook call against a direct method",
 }
 
