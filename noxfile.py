@@ -202,6 +202,15 @@ def image(session: nox.Session) -> None:
     pytest(session, "-rP", "contrib/deploy/tests/test_image.py", *session.posargs, timeout_s=1800, env=env)
 
 
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """What needs a GPU, over the Python that runs nox, which has torch: tests, `bench gpu`, and one report."""
+    why_not = session.run(sys.executable, "tools/gpu.py", "--why-not", silent=True, external=True)
+    if why_not and not session.posargs:
+        session.skip(str(why_not).strip())
+    session.run(sys.executable, "tools/gpu.py", *session.posargs, external=True)
+
+
 @nox.session
 @nox.parametrize("backend", MATRIX, ids=MATRIX)
 def matrix(session: nox.Session, backend: str) -> None:

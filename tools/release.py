@@ -39,9 +39,10 @@ WITH_C = {
     "lmcache-core": "LMCACHE_CORE_NATIVE",
     "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE",
     "lmcache-quant": "LMCACHE_CORE_QUANT_NATIVE",
+    "lmcache-blend": "LMCACHE_CORE_BLEND_NATIVE",
     "lmcache-l0": "",
 }
-STABLE_ABI = {"lmcache-fp8", "lmcache-quant"}
+STABLE_ABI = {"lmcache-blend", "lmcache-fp8", "lmcache-quant"}
 WITHOUT_C_TOO = {"lmcache-core": "LMCACHE_CORE_NATIVE", "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE"}
 MACHINES = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 

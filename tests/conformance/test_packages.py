@@ -49,6 +49,10 @@ class TestQuant(PluginPackageContract):
     distribution = "lmcache-quant"
 
 
+class TestBlend(PluginPackageContract):
+    distribution = "lmcache-blend"
+
+
 class TestCompress(PluginPackageContract):
     distribution = "lmcache-compress"
 
@@ -63,6 +67,10 @@ class TestS3(PluginPackageContract):
 
 class TestRedis(PluginPackageContract):
     distribution = "lmcache-redis"
+
+
+class TestCopier(PluginPackageContract):
+    distribution = "lmcache-copier"
 
 
 class TestPeer(PluginPackageContract):

@@ -155,6 +155,17 @@ def test_the_example_of_pages_runs(tmp_path: Path) -> None:
     assert on_a_machine_of_its_own(script, tmp_path) == "3 of 3 stored\n3 hits; not to be trusted: []\n"
 
 
+def test_the_example_of_transfers_runs(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_copier")
+    code = fenced("engines/transfers.md", "python")[0]
+    (tmp_path / "transfers.py").write_text(code.replace('"auto"', '"server"'))
+    script = (
+        "lmcache-core serve --l1.size_bytes 64MiB --copier.threads 1 >log &\nserving log\n"
+        "until python transfers.py 2>why; do grep -q 'no copier answers' why || { cat why; break; }; done"
+    )
+    assert on_a_machine_of_its_own(script, tmp_path) == "3 stored\n3 hits\n"
+
+
 def test_the_page_of_http_and_the_scrape_configuration_reach_a_server_with_its_token(tmp_path: Path) -> None:
     pytest.importorskip("lmcache_http")
     yaml = pytest.importorskip("yaml")

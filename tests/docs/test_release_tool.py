@@ -116,7 +116,9 @@ def test_every_component_of_the_bill_has_the_hash_of_its_file() -> None:
         tool.with_hashes(bill, {"install": report["install"][1:]})
 
 
-@pytest.mark.parametrize("package", ["core", "contrib/lmcache-l0", "plugins/lmcache-fp8", "plugins/lmcache-quant"])
+@pytest.mark.parametrize(
+    "package", ["core", "contrib/lmcache-l0", "plugins/lmcache-blend", "plugins/lmcache-fp8", "plugins/lmcache-quant"]
+)
 def test_a_python_without_its_global_lock_is_refused_when_it_builds(package: str) -> None:
     code = (
         "import sysconfig, runpy\n"

@@ -1,4 +1,4 @@
-"""Serdes with kernels in C: source archive, then wheel, with the kernels, without them, or failing."""
+"""Packages with kernels in C: source archive, then wheel, with the kernels, without them, or failing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 def built(source: Path, kind: str, native: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the build backend as pip does, in `source`; the result is in `source/dist`."""
     code = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
-    settings = {f"LMCACHE_CORE_{name}_NATIVE": native for name in ("FP8", "QUANT")}
+    settings = {f"LMCACHE_CORE_{name}_NATIVE": native for name in ("BLEND", "FP8", "QUANT")}
     env = os.environ | settings | environment
     return subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
 
 
-@pytest.fixture(params=["fp8", "quant"])
+@pytest.fixture(params=["blend", "fp8", "quant"])
 def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

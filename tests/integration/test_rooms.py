@@ -36,6 +36,7 @@ ORDER = [
     {"buffers"},
     {"kernel"},
     {"pool"},
+    {"devices"},
     {"tokens"},
     {"protocol", "policies", "serde"},
     {"tiers"},
