@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_core.limits import TALLY_HITS_PER_S_MAX
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tally import Tally
-from lmcache_core.server.peers.tallies import WorkerTallies
+from lmcache_core.server.peers.tallies import OTHER, WorkerTallies
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,28 @@ def test_a_row_begins_at_nought_whatever_stood_there(segment: Segment) -> None:
     write(segment, 4, LOOKUP_HITS=7)
     tallies.watch(4, chosen=True)  # its worker has cleared the line, and counted to seven since
     assert tallies.totals()[Tally.LOOKUP_HITS] == 7
+
+
+def test_what_was_counted_before_a_worker_named_its_namespace_is_its_namespaces(segment: Segment) -> None:
+    tallies, mine = WorkerTallies(segment), set[int]()
+    tallies.watch(6, chosen=True, namespaces=mine)
+    tallies.watch(7, namespaces=set())
+    for row in (6, 7):
+        write(segment, row, LOOKUP_HITS=13, PROMPTS=1, PROMPT_TOKENS=1664, INDEX_HIT_TOKENS=1664)
+    assert tallies.totals()[Tally.PROMPT_TOKENS] == 3328
+    assert tallies.by_namespace().keys() == {OTHER}
+    assert tallies.by_namespace()[OTHER].prompt_hit_tokens == 3328
+    tallies.look(6)  # it registers two namespaces, and nobody counts anything meanwhile
+    mine.add(77)
+    tallies.look(6)
+    mine.add(78)
+    tallies.fold(7)
+    tallies.totals()
+    assert {name: row.prompt_hit_tokens for name, row in tallies.by_namespace().items()} == {
+        OTHER: 1664,
+        77: 1664,
+        78: 1664,
+    }
 
 
 def test_what_was_counted_for_a_former_server_is_not_counted_again(segment: Segment) -> None:

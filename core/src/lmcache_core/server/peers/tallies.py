@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_core import limits
 from lmcache_core.pool.segment import Segment
@@ -68,7 +68,8 @@ class WorkerTallies:
         self._seen: dict[int, tuple[tuple[int, ...], float]] = {}  # for each row its line, and when it was read
         self._chunk_tokens: dict[int, int] = {}  # for each row, what its worker has declared
         self._spaces: dict[int, Collection[int]] = {}  # for each row, the namespaces of its worker
-        self.by_namespace: dict[int, NamespaceTally] = {}
+        self._unnamed: dict[int, list[int]] = {}  # for each row, what its worker counted before it named a namespace
+        self._by_namespace: dict[int, NamespaceTally] = {}
         self.hit_tokens = 0  # of lookups, by workers that have declared how many tokens make a key
         self.doubted = 0
 
@@ -90,6 +91,9 @@ class WorkerTallies:
     def fold(self, row: int) -> None:
         """The row is about to be released: add its worker's counts to the total."""
         self.look(row)
+        unnamed = self._unnamed.pop(row, None)
+        if unnamed is not None:
+            self._credit(self._spaces.get(row) or (OTHER,), unnamed)
         self._seen.pop(row, None)
         self._chunk_tokens.pop(row, None)
         self._spaces.pop(row, None)
@@ -98,7 +102,20 @@ class WorkerTallies:
         """Everything that all workers have counted since the start, as far as plausible."""
         for row in list(self._seen):
             self.look(row)
+            if row in self._unnamed and (spaces := self._spaces.get(row)):
+                self._credit(spaces, self._unnamed.pop(row))
         return dict(zip(Tally, self._total, strict=True))
+
+    def by_namespace(self) -> dict[int, NamespaceTally]:
+        """The same as of the last `totals`, by namespace. Under `OTHER` also what workers have counted that have named
+        no namespace to this server yet, as after a restart: once they do, it is theirs."""
+        found = dict(self._by_namespace)
+        if self._unnamed:
+            other = found[OTHER] = replace(found.get(OTHER, NamespaceTally()))
+            for grown in self._unnamed.values():
+                other.add(grown)
+                other.add_prompts(grown)
+        return found
 
     def look(self, row: int) -> None:
         """Add what its worker has counted since the last look. Do so before the worker's namespaces change, as what it
@@ -115,7 +132,11 @@ class WorkerTallies:
         if all(0 <= each <= per_s * allowed_s for each, per_s in zip(grown, _PER_S, strict=True)):
             self._total = [total + each for total, each in zip(self._total, grown, strict=True)]
             self.hit_tokens += grown[Tally.LOOKUP_HITS] * self._chunk_tokens.get(row, 0)
-            self._credit(self._spaces.get(row, ()), grown)
+            if spaces := self._spaces.get(row):
+                self._credit(spaces, grown)
+            else:
+                had = self._unnamed.get(row, [0] * _WORDS)
+                self._unnamed[row] = [sum(each) for each in zip(had, grown, strict=True)]
         else:
             self.doubted += 1
 
@@ -124,13 +145,13 @@ class WorkerTallies:
         is looked up in all of them."""
         self._of(next(iter(spaces)) if len(spaces) == 1 else OTHER).add(grown)
         if grown[Tally.PROMPTS]:
-            for namespace in spaces or (OTHER,):  # none: of a worker that a new server has not heard of yet
+            for namespace in spaces:
                 self._of(namespace).add_prompts(grown)
 
     def _of(self, namespace: int) -> NamespaceTally:
-        if namespace not in self.by_namespace and len(self.by_namespace) >= limits.TRAFFIC_NAMESPACES_MAX:
+        if namespace not in self._by_namespace and len(self._by_namespace) >= limits.TRAFFIC_NAMESPACES_MAX:
             namespace = OTHER
-        return self.by_namespace.setdefault(namespace, NamespaceTally())
+        return self._by_namespace.setdefault(namespace, NamespaceTally())
 
     def _read(self, row: int) -> tuple[int, ...]:
         return _LINE.unpack_from(self._segment.tables.tally(row).cast("B"))

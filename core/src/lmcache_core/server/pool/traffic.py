@@ -126,7 +126,7 @@ class Traffic:
     def status(self, tallies: WorkerTallies | None = None) -> dict[str, Any]:
         """Plain figures: of calls, and of what workers have counted themselves."""
         counted = dict.fromkeys(Tally, 0) if tallies is None else tallies.totals()
-        namespaces = self._with_tallies({} if tallies is None else tallies.by_namespace)
+        namespaces = self._with_tallies({} if tallies is None else tallies.by_namespace())
         rows = [asdict(row) for row in namespaces.values()]
         totals = {field: sum(row[field] for row in rows) for field in NamespaceTraffic.__slots__}
         found_tokens = 0 if tallies is None else tallies.hit_tokens  # by clients that have declared their chunk_tokens
