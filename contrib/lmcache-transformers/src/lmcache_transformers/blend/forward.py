@@ -24,7 +24,8 @@ def compute(model: Any, cache: DynamicCache, tokens: Sequence[int], *, logits: i
     """Compute tokens behind those that a cache holds, in order. Returns the last rows of logits."""
     start = cache.get_seq_length()
     output = _call(model, cache, torch.tensor(list(tokens)), torch.arange(start, start + len(tokens)), None, logits)
-    return output.logits[0]  # type: ignore[no-any-return]
+    rows: torch.Tensor = output.logits[0]
+    return rows
 
 
 def compute_chunk(model: Any, geometry: Geometry, head: DynamicCache, tokens: Sequence[int]) -> Layers:
@@ -67,7 +68,8 @@ def forward(
     """Compute new tokens, of ids `tokens` at `positions`, over a cache whose tokens stand at the positions `held`, and
     append them to it. Returns the last `logits` rows of logits `[logits, vocabulary]`."""
     mask = mask_by_position(held, positions, model.dtype)
-    return _call(model, cache, tokens, positions, mask, logits).logits[0]  # type: ignore[no-any-return]
+    rows: torch.Tensor = _call(model, cache, tokens, positions, mask, logits).logits[0]
+    return rows
 
 
 def mask_by_position(held: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
