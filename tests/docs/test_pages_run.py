@@ -146,7 +146,7 @@ def test_the_front_page_says_in_words_that_there_is_no_server(tmp_path: Path) ->
     assert reason.startswith("no cache: no server answers at")
     assert read == "0 of 4 chunks read, byte for byte: False"
     assert warnings.startswith(" reach the lmcache-core server 'default'")
-    assert "start one with `lmcache-core serve`" in warnings
+    assert "start one with `lmcache-core serve" in warnings
 
 
 def test_the_example_of_pages_runs(tmp_path: Path) -> None:

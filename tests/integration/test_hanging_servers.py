@@ -332,8 +332,8 @@ def test_the_log_says_once_that_the_server_cannot_be_reached_and_once_that_it_ca
         assert store(node, client, number) is Status.UNREACHABLE
     assert len(lines(caplog)) == 1
     assert "cannot reach the lmcache-core server" in lines(caplog)[0]
-    assert "start one with `lmcache-core serve`" in lines(caplog)[0]
-    assert "start one with `lmcache-core serve`" in client.why_unreachable
+    assert "start one with `lmcache-core serve" in lines(caplog)[0]
+    assert "start one with `lmcache-core serve" in client.why_unreachable
     server = node.serve()
     until(lambda: store(node, client, 1) in (Status.STORED, Status.EXISTS), "the server")
     assert len(lines(caplog)) == 2

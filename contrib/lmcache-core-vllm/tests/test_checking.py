@@ -71,4 +71,4 @@ def test_it_says_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(["check", "--engine", "vllm", "--json", *flags]) == 1
     said = {each["subject"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     assert "vLLM is not installed" in said["connector"]["message"]
-    assert "start one with `lmcache-core serve`" in said["server"]["message"]
+    assert "start one with `lmcache-core serve" in said["server"]["message"]

@@ -86,7 +86,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     share = f"{size(used)} of {size(most)}, {used / most:.0%}"
     if status["pool"]["populated_bytes"] < most:
         share += f", {status['pool']['populated_bytes'] / most:.0%} populated"
-    yield "pool", f"{share}; {l1['objects_by_state']['ready']:,} objects"
+    adopted = (status["pool"]["adopted"] or {}).get("objects", 0)
+    came = f", {adopted:,} adopted from the server before" if adopted else ""
+    yield "pool", f"{share}; {l1['objects_by_state']['ready']:,} objects{came}"
     lookups, retrieves = status["traffic"]["lookups"], status["traffic"]["retrieves"]
     yield "lookups", f"{hits_of_keys(lookups)}; {lookups['hits_by_index']:,} of them without a call"
     if lookups["prompts"]:

@@ -477,8 +477,9 @@ def _cure(error: OSError, path: Path) -> str:
         return 'the server admits others with l1.access = "group" and its runtime_dir open to them'
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "this process has no descriptor left: see ulimit -n"
+    start = "lmcache-core serve" + ("" if path.parent.name == "default" else f" --name {path.parent.name}")
     with contextlib.suppress(OSError):  # others of this user, if a name is wrong
         names = sorted(each.parent.name for each in path.parent.parent.glob(f"*/{path.name}"))
         if names and isinstance(error, FileNotFoundError):
-            return f"start one with `lmcache-core serve`, or use the name of one that is there: {', '.join(names[:8])}"
-    return "start one with `lmcache-core serve`"
+            return f"start one with `{start}`, or use the name of one that is there: {', '.join(names[:8])}"
+    return f"start one with `{start}`"
