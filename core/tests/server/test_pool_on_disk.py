@@ -251,6 +251,7 @@ def test_a_file_that_is_no_pool_is_not_touched(node: Node, made: bytes) -> None:
     assert node.file.read_bytes() == made
 
 
+@needs_index
 def test_the_pool_of_a_server_of_another_name_is_not_touched(node: Node) -> None:
     with node.serve():
         pass
@@ -270,6 +271,7 @@ def test_one_of_two_servers_has_the_file(node: Node, tmp_path: Path) -> None:
         pass
 
 
+@needs_index
 def test_what_a_server_left_while_it_made_the_file_is_made_anew(node: Node) -> None:
     node.file.write_bytes(on_disk.MAKING + bytes(4096))
     with node.serve() as server:
@@ -280,6 +282,7 @@ def test_what_a_server_left_while_it_made_the_file_is_made_anew(node: Node) -> N
         pass
 
 
+@needs_index
 def test_a_file_that_is_smaller_than_its_header_says_is_made_anew(node: Node) -> None:
     with node.serve():
         pass
@@ -334,6 +337,7 @@ def test_a_disk_without_room_is_named_and_nothing_stays(node: Node, monkeypatch:
 # --- commands ----------------------------------------------------------------------------------------------------
 
 
+@needs_index
 def test_clean_removes_the_file_of_a_dead_server_and_no_other(node: Node) -> None:
     with node.serve():
         assert [each.state for each in clean(files=[node.file])] == [CleanState.OWNER_LIVES]
