@@ -57,20 +57,25 @@ def everything_below(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
+def but_the_room(findings: list[Finding]) -> list[Finding]:
+    """Without what depends on how full the disk of this machine is."""
+    return [finding for finding in findings if not finding.message.endswith("GiB are free")]
+
+
 def test_check_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     before = everything_below(tmp_path)
     for path in (tmp_path / "there", tmp_path / "missing", tmp_path / "a" / "typo" / "cache"):
         findings = checked(FsSettings(path=path))
-        assert all(finding.ok for finding in findings)
+        assert all(finding.ok for finding in but_the_room(findings))
         assert everything_below(tmp_path) == before
 
 
 def test_check_has_a_look_where_the_path_may_be_misspelt(tmp_path: Path) -> None:
     good = checked(FsSettings(path=tmp_path / "cache"))
-    assert [finding.cure for finding in good] == ["", ""]
+    assert [finding.cure for finding in but_the_room(good)] == [""]
     odd = checked(FsSettings(path=tmp_path / "typo" / "cache"))
-    (look,) = [finding for finding in odd if finding.cure]
+    (look,) = [finding for finding in but_the_room(odd) if finding.cure]
     assert look.ok
     assert look.message == f"{tmp_path}/typo does not exist: a server makes it, below {tmp_path}"
     assert look.cure == "correct l2.ssd.path if it is misspelt"
