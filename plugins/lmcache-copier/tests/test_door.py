@@ -194,7 +194,7 @@ def test_descriptors_that_are_no_memory_are_refused(shared_node: Node) -> None:
     try:
         for fd in (here, short):
             with Stranger(shared_node) as stranger:
-                send(stranger.sock, registration(pieces=[piece]), [fd])
+                send(stranger.sock, registration(pieces=[piece], files=1), [fd])
                 reply = stranger.hear()
                 assert isinstance(reply, m.CopierRefused)
                 assert "has no bytes 0 to 32,768" in reply.message

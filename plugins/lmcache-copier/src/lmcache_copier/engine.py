@@ -153,8 +153,7 @@ class Engine:
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _register(self, message: m.RegisterMemory, incoming: Incoming[m.CopierRequest]) -> None:
-        wanted = max((piece.descriptor for piece in message.pieces), default=-1) + 1
-        descriptors = [incoming.descriptors.pop(0) for _ in range(min(wanted, len(incoming.descriptors)))]
+        descriptors = [incoming.descriptors.pop(0) for _ in range(min(message.files, len(incoming.descriptors)))]
         try:
             if len(self._registrations) >= REGISTRATIONS_MAX:
                 raise LimitError(f"{REGISTRATIONS_MAX} registrations of this engine are there: unregister some")

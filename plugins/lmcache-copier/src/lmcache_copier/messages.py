@@ -58,13 +58,15 @@ class GroupOf(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RegisterMemory(_CopierMessage):
-    """`mark`: bytes that stand at `mark_at` in the engine's memory, and nowhere else."""
+    """`mark`: bytes that stand at `mark_at` in the engine's memory, and nowhere else. `files`: how many descriptors come
+    with the message, whether or not a piece is in each."""
 
     rid: Number
     mark_at: Address
     mark: Annotated[bytes, msgspec.Meta(min_length=MARK_BYTES, max_length=MARK_BYTES)]
     pieces: Annotated[list[MemoryPiece], msgspec.Meta(max_length=REGIONS_MAX)]
     groups: Annotated[list[GroupOf], msgspec.Meta(max_length=GROUPS_MAX)]
+    files: Annotated[int, msgspec.Meta(ge=0, le=DESCRIPTORS_MAX)] = 0
 
 
 class UnregisterMemory(_CopierMessage):

@@ -115,7 +115,7 @@ class _Memory:
 
     def message(self, mark: Mark, rid: int) -> m.RegisterMemory:
         """Registers all of it."""
-        return m.RegisterMemory(rid, mark.at, mark.value, self._pieces, self._groups)
+        return m.RegisterMemory(rid, mark.at, mark.value, self._pieces, self._groups, len(self._files))
 
 
 def _span(file: SharedFile) -> tuple[int, int]:
