@@ -6,9 +6,14 @@ import mmap
 import os
 from contextlib import ExitStack
 
+import pytest
+
 from lmcache_copier import register_pages
 from lmcache_copier.pages import SharedFile
-from lmcache_core import Status
+from lmcache_core import Layout, Namespace, PageGroup, Region, Status
+from lmcache_core.client import Pages
+from lmcache_core.errors import LimitError
+from lmcache_core.kernel.answers import Reason
 
 from .copier_nodes import Node, group_of, keys
 
@@ -32,3 +37,31 @@ def test_a_file_that_no_region_lies_in_is_not_taken_for_the_next_registrations(s
         assert own.retrieve([(0, names, ids)]).hits == 2
         assert bytes(target[: 4 * 4096]) == b"2" * (4 * 4096)
         del one, two
+
+
+@pytest.mark.parametrize("deadline_s", [-0.5, float("inf"), 1e12])
+def test_a_deadline_beyond_what_messages_hold_costs_nobody_the_copier(shared_node: Node, deadline_s: float) -> None:
+    pid, names = shared_node.pid, keys(1, 7_800)
+    pages = register_pages(shared_node.client, [group_of(bytearray(1 << 20), 4096)], "server")
+    late = deadline_s < 0
+    stored = pages.store([(0, names, [0, 1])], deadline_s=deadline_s)
+    assert Status.UNREACHABLE not in stored.statuses[0] or stored.reasons[0][0] is Reason.LATE
+    found = pages.retrieve([(0, names, [0, 1])], deadline_s=deadline_s)
+    assert found.statuses[0][0] is (Status.MISS if late else Status.HIT)
+    assert shared_node.pid == pid
+
+
+def test_more_regions_or_files_than_a_message_names_are_refused_before_the_copier_hears_of_them(
+    shared_node: Node,
+) -> None:
+    pid, buffer = shared_node.pid, bytearray(8193)
+    many = [Region(buffer, at, 1, 1, 1) for at in range(8193)]
+    group = PageGroup(Namespace("many", Layout("uint8", (8193,))), many, 1)
+    with pytest.raises(LimitError, match="8,192 regions"):
+        register_pages(shared_node.client, [group], "server")
+    assert isinstance(register_pages(shared_node.client, [group], "auto"), Pages)
+    with ExitStack() as stack:
+        file = shared_file(stack, b"f")
+        with pytest.raises(LimitError, match="64 files"):
+            register_pages(shared_node.client, [group_of(file.buffer, 4096)], "server", [file] * 65)
+    assert shared_node.pid == pid

@@ -41,8 +41,8 @@ def register_pages(
     own = client.register_pages(groups)
     if transfer == "engine":
         return own
-    there = ServerPages(client, own, files)
     if transfer == "server":
+        there = ServerPages(client, own, files)
         try:
             there.registration()
         except DisconnectedError as error:
@@ -51,6 +51,7 @@ def register_pages(
             log.warning("%s: until then nothing is stored or found", error)
         return there
     try:
+        there = ServerPages(client, own, files)
         engine_s, server_s, nbytes = measured(own, there)
     except CacheError as error:
         log.warning("the engine copies its pages itself: %s", error)

@@ -58,8 +58,8 @@ class GroupOf(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RegisterMemory(_CopierMessage):
-    """`mark`: bytes that stand at `mark_at` in the engine's memory, and nowhere else. `files`: how many descriptors come
-    with the message, whether or not a piece is in each."""
+    """`mark`: bytes that stand at `mark_at` in the engine's memory, and nowhere else. `files`: how many descriptors
+    come with the message, whether or not a piece is in each."""
 
     rid: Number
     mark_at: Address

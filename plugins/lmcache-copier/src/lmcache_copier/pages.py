@@ -12,15 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from lmcache_copier import messages as m
 from lmcache_copier.door import SOCKET_NAME
 from lmcache_copier.jobs import ServerRetrieve, ServerStore, waited
+from lmcache_copier.limits import DESCRIPTORS_MAX, GROUPS_MAX, REGIONS_MAX
 from lmcache_copier.link import CopierLink, Mark
 from lmcache_core import Client, PageEntry, PageGroup, Promise
 from lmcache_core.buffers import address_of
 from lmcache_core.client import Pages, PagesCall, PagesResult, RegionTables
 from lmcache_core.descriptors import Descriptor
-from lmcache_core.errors import CacheError, DisconnectedError, UsageError
+from lmcache_core.errors import CacheError, DisconnectedError, LimitError, UsageError
+from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.protocol.address import server_directory
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.trust import Trust
@@ -84,7 +88,8 @@ class _Memory:
     """Where the pages are, in the words of the copier."""
 
     def __init__(self, tables: RegionTables, files: Sequence[SharedFile]) -> None:
-        """Raises `UsageError` for memory that the copier cannot reach in this way."""
+        """Raises `UsageError` for memory that the copier cannot reach in this way, and `LimitError` for more of it than
+        a message may name: the copier would hang up."""
         if tables.device is not None:
             raise UsageError("the copier does not reach memory of a GPU: let the engine copy it")
         self._files = [Descriptor(os.dup, each.fd) for each in files]
@@ -107,6 +112,13 @@ class _Memory:
                 )
             )  # fmt: skip
             first += len(regions)
+        try:
+            msgspec.convert(msgspec.to_builtins(self.message(Mark(), 1)), m.RegisterMemory)
+        except msgspec.ValidationError as error:
+            raise LimitError(
+                f"the copier takes {REGIONS_MAX:,} regions, {GROUPS_MAX} groups and {DESCRIPTORS_MAX} files in one "
+                f"registration ({error}): register fewer at once, or let the engine copy"
+            ) from error
 
     @property
     def fds(self) -> list[int]:
@@ -231,7 +243,7 @@ class ServerPages:
         link, number, why = self._reached()
 
         def make(rid: int) -> m.StorePages:
-            return m.StorePages(rid, number, _entries(call), call.deadline_s, tell_read)
+            return m.StorePages(rid, number, _entries(call), _seconds(call.deadline_s), tell_read)
 
         return ServerStore(link, why, call, make)
 
@@ -255,7 +267,7 @@ class ServerPages:
         link, number, why = self._reached()
 
         def make(rid: int) -> m.RetrievePages:
-            return m.RetrievePages(rid, number, _entries(call, held), call.deadline_s, level)
+            return m.RetrievePages(rid, number, _entries(call, held), _seconds(call.deadline_s), level)
 
         return ServerRetrieve(link, why, call, make, self._regions)
 
@@ -288,6 +300,12 @@ class ServerPages:
 def _unregister(link: CopierLink, number: int) -> None:
     if link.usable:
         link.post(m.UnregisterMemory(0, number))
+
+
+def _seconds(deadline_s: float | None) -> float | None:
+    """As messages have it: one that has passed is 0. The copier hangs up on a number out of its range, and an engine
+    whose copier hangs up ends it."""
+    return None if deadline_s is None else min(max(0.0, deadline_s), SECONDS_MAX)
 
 
 def _entries(call: PagesCall, promises: Sequence[Promise | None] = ()) -> list[m.JobEntry]:
