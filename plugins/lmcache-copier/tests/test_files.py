@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,22 @@ def test_more_regions_or_files_than_a_message_names_are_refused_before_the_copie
         with pytest.raises(LimitError, match="64 files"):
             register_pages(shared_node.client, [group_of(file.buffer, 4096)], "server", [file] * 65)
     assert shared_node.pid == pid
+
+
+def test_a_file_of_many_regions_costs_the_copier_one_descriptor(shared_node: Node) -> None:
+    descriptors = Path(f"/proc/{shared_node.pid}/fd")
+    with ExitStack() as stack:
+        file = shared_file(stack, b"m")
+        first = register_pages(shared_node.client, [group_of(file.buffer, 64, pages=4)], "server", [file])
+        before = len(list(descriptors.iterdir()))
+        group = group_of(file.buffer, 64, regions=500, pages=4)
+        pages = register_pages(shared_node.client, [group], "server", [file])
+        assert len(list(descriptors.iterdir())) <= before + 1
+        names, own = keys(2, 7_900), bytearray(os.urandom(500 * 4 * 64))
+        file.buffer[: len(own)] = bytes(own)
+        assert pages.store([(0, names, [3, 1, 0, 2])]).stored == 2
+        target = bytearray(len(own))
+        into = shared_node.client.register_pages([group_of(target, 64, regions=500, pages=4)])
+        assert into.retrieve([(0, names, [3, 1, 0, 2])]).hits == 2
+        assert target == own
+        del first

@@ -21,26 +21,31 @@ from lmcache_core.tokens.namespace import namespace_of_id
 UNTOUCHED = -1  # the id of pages that engines leave out
 
 
-class MappedPiece:
-    """A file of an engine's, mapped here for as long as this lives."""
+class MappedFile:
+    """Pieces of one file of an engine's, in one mapping, which has one descriptor, for as long as this lives."""
 
-    def __init__(self, fd: int, piece: MemoryPiece) -> None:
-        """Raises `UsageError` for what is no memory, or not that long."""
-        found = os.fstat(fd)
-        end = piece.address + piece.nbytes
-        if not stat.S_ISREG(found.st_mode) or end > found.st_size or not piece.nbytes:
-            raise UsageError(
-                f"descriptor {piece.descriptor} has no bytes {piece.address:,} to {end:,}: give a memfd or a file of "
-                f"/dev/shm of that length"
-            )
-        access = mmap.PROT_READ | (0 if piece.readonly else mmap.PROT_WRITE)
-        first = piece.address - piece.address % mmap.ALLOCATIONGRANULARITY
+    def __init__(self, fd: int, pieces: Sequence[MemoryPiece]) -> None:
+        """The pieces are alike but for their place. Raises `UsageError` for what is no memory, or not that long."""
+        found, number = os.fstat(fd), pieces[0].descriptor
+        for piece in pieces:
+            end = piece.address + piece.nbytes
+            if not stat.S_ISREG(found.st_mode) or end > found.st_size or not piece.nbytes:
+                raise UsageError(
+                    f"descriptor {number} has no bytes {piece.address:,} to {end:,}: give a memfd or a file of "
+                    f"/dev/shm of that length"
+                )
+        access = mmap.PROT_READ | (0 if pieces[0].readonly else mmap.PROT_WRITE)
+        first, end = min(each.address for each in pieces), max(each.address + each.nbytes for each in pieces)
+        first -= first % mmap.ALLOCATIONGRANULARITY
         try:
             self._mapping = mmap.mmap(fd, end - first, mmap.MAP_SHARED, access, offset=first)
         except (OSError, ValueError) as error:
-            raise UsageError(f"descriptor {piece.descriptor} cannot be mapped: {error}") from error
-        view = memoryview(self._mapping)
-        self.address = address_of(view) + piece.address - first
+            raise UsageError(f"descriptor {number} cannot be mapped: {error}") from error
+        self._zero = address_of(memoryview(self._mapping)) - first
+
+    def address(self, piece: MemoryPiece) -> int:
+        """Where this piece is."""
+        return self._zero + piece.address
 
 
 class Registration:
@@ -61,8 +66,8 @@ class Registration:
         self._client = client
         self.reach: Reach
         if mapped.pop():
-            self._kept = [_mapped(piece, descriptors) for piece in pieces]
-            starts = [each.address for each in self._kept]
+            self._kept = _mapped(pieces, descriptors)
+            starts = [self._kept[piece.descriptor, piece.readonly].address(piece) for piece in pieces]
             self.reach = MappedReach(engine)
         else:
             engine.check()
@@ -81,10 +86,13 @@ class Registration:
         return pages_by(self._client.links, self._tables, copies)
 
 
-def _mapped(piece: MemoryPiece, descriptors: Sequence[Descriptor]) -> MappedPiece:
-    if piece.descriptor >= len(descriptors):
-        raise UsageError(f"descriptor {piece.descriptor} did not come along: {len(descriptors)} did")
-    return MappedPiece(descriptors[piece.descriptor].fileno(), piece)
+def _mapped(pieces: Sequence[MemoryPiece], descriptors: Sequence[Descriptor]) -> dict[tuple[int, bool], MappedFile]:
+    alike: dict[tuple[int, bool], list[MemoryPiece]] = {}
+    for piece in pieces:
+        if piece.descriptor >= len(descriptors):
+            raise UsageError(f"descriptor {piece.descriptor} did not come along: {len(descriptors)} did")
+        alike.setdefault((piece.descriptor, piece.readonly), []).append(piece)
+    return {which: MappedFile(descriptors[which[0]].fileno(), each) for which, each in alike.items()}
 
 
 def _tables(pieces: Sequence[MemoryPiece], starts: Sequence[int], groups: Sequence[GroupOf]) -> RegionTables:
