@@ -130,6 +130,25 @@ def test_what_a_disk_has_changed_is_a_miss_whatever_the_settings_say(node: Node)
 
 
 @needs_index
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_a_lease_does_not_lend_what_a_disk_has_changed(node: Node, optimistic: bool) -> None:
+    with node.serve() as server, server.connect() as client:
+        store(client, range(10))
+    node.reboot()
+    at = node.file.read_bytes().index(content(3)) + 700
+    with node.file.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\0\1\2\3", at)
+    with node.serve() as server, server.connect() as client:
+        client.register_layout(SPACE)  # so that the index is searched
+        keys = [key(each) for each in range(10)]
+        with client.prepare_retrieve(keys, namespace=SPACE, prefix=False, optimistic=optimistic) as lease:
+            lent = {at: bytes(lease.view(at)) for at in lease.granted}
+            read = [at for at, status in enumerate(lease.finish()) if status.name == "HIT"]
+        assert {at: lent[at] == content(at) for at in lent} == dict.fromkeys(set(range(10)) - {3}, True)
+        assert read == [0, 1, 2, *range(4, 10)]
+
+
+@needs_index
 def test_no_torn_image_of_a_power_cut_gives_wrong_bytes(node: Node, tmp_path: Path) -> None:
     """Sectors are of different moments, at random; each key has other content each time that it is stored."""
     images: list[bytes] = []

@@ -450,6 +450,14 @@ class Readable(NamedTuple):
     unverifiable: list[int]
 
 
+class _Indexed(NamedTuple):
+    """An object as the index has it; all 0: nowhere. `checksum`: what each reader has to find, 0 if nothing."""
+
+    offset: int
+    incarnation: int
+    checksum: int
+
+
 class ReadLease(Lease):
     """Slots to read. They do not change until the lease is finished, whatever is evicted meanwhile.
 
@@ -470,21 +478,23 @@ class ReadLease(Lease):
         self.extend(read_request(self.namespace, keys, promise, prefix, verify))
 
     def find(self, hits: Hits, keys: Sequence[bytes], prefix: bool) -> bool:
-        """Take the slots of these keys, all of the lease, from the index, without a call. False: there
-        is no usable index."""
+        """Take the slots of these keys, all of the lease, from the index, without a call. False: there is no usable
+        index, or some object is not what its store had, which the server has to hear."""
         found, link = hits.find(keys, self.namespace, prefix, mark=True), self._links.look()
         where = None if link is None else link.searched(self.namespace)
         if found is None or link is None or where is None:
+            return False
+        index, layout = where
+        entries = [self._entry_in(index, key, layout) for key in keys[: len(found)]]
+        if not all(self._is_whole(link, entry) for entry in entries):
             return False
         try:
             self._occupancy.requesting(self._holding, link)
         except DisconnectedError:  # another thread has just made the next link, so a server can be asked
             return False
         self._optimistic = True
-        index, layout = where
-        entries = [self._entry_in(index, key, layout) for key in keys[: len(found)]]
-        self._offsets = array("Q", [offset for offset, _ in entries])
-        seen = [incarnation for _, incarnation in entries] + [0] * (len(keys) - len(entries))
+        self._offsets = array("Q", [entry.offset for entry in entries])
+        seen = [entry.incarnation for entry in entries] + [0] * (len(keys) - len(entries))
         self.watch(keys[: len(found)])
         there = [bool(generation) for generation in self._generations]
         if prefix and not all(there):  # it has left since it was found
@@ -498,12 +508,20 @@ class ReadLease(Lease):
         index.count_read(sum(there), self.namespace.layout.nbytes)
         return True
 
-    def _entry_in(self, index: Index, key: bytes, layout: int) -> tuple[int, int]:
-        """Where the object of a key is, and its incarnation; 0 for nowhere. It may be gone by now: `watch` checks
-        again."""
+    def _entry_in(self, index: Index, key: bytes, layout: int) -> _Indexed:
+        """Where the object of a key is. It may be gone by now: `watch` checks again."""
         entry = index.entry(self.namespace.id, bytes(key))
-        there = entry is not None and entry["layout"] == layout and entry["nbytes"] == self.namespace.layout.nbytes
-        return (int(entry["offset"]), int(entry["incarnation"])) if entry is not None and there else (0, 0)
+        if entry is None or entry["layout"] != layout or entry["nbytes"] != self.namespace.layout.nbytes:
+            return _Indexed(0, 0, 0)
+        wanted = entry["checksum"] or 0 if entry["unverified"] else 0
+        return _Indexed(int(entry["offset"]), int(entry["incarnation"]), int(wanted))
+
+    def _is_whole(self, link: Link, entry: _Indexed) -> bool:
+        """Whether its bytes are those of its store, if that is to be asked: of a pool that was adopted."""
+        if not entry.checksum:
+            return True
+        slot = link.mapped().view(entry.offset, self.namespace.layout.nbytes)
+        return xxhash.xxh3_64_intdigest(slot) == entry.checksum
 
     def watch(self, keys: Sequence[bytes]) -> None:
         """Note what the slots of the last page contain, for `finish`. Makes no call."""
