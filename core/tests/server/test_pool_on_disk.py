@@ -27,6 +27,7 @@ from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_testing.embedded import embedded_server
+from lmcache_testing.waiting import until
 
 needs_index = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 SPACE = Namespace("on a disk", Layout("uint8", (20_000,)))
@@ -43,9 +44,9 @@ class Node:
         self.file = self.disk / "pool [1]"
 
     @contextmanager
-    def serve(self, **l1: Any) -> Iterator[Server]:
+    def serve(self, l2: dict[str, Any] | None = None, **l1: Any) -> Iterator[Server]:
         table = {"backing": "file", "path": str(self.file), "size_bytes": 8 * MIB, **l1}
-        with embedded_server(self.folder, name="ondisk", l1=table) as server:
+        with embedded_server(self.folder, name="ondisk", l1=table, l2=l2 or {}) as server:
             yield server
 
     def word(self, offset: int) -> int:
@@ -146,6 +147,27 @@ def test_a_lease_does_not_lend_what_a_disk_has_changed(node: Node, optimistic: b
             read = [at for at, status in enumerate(lease.finish()) if status.name == "HIT"]
         assert {at: lent[at] == content(at) for at in lent} == dict.fromkeys(set(range(10)) - {3}, True)
         assert read == [0, 1, 2, *range(4, 10)]
+
+
+@needs_index
+def test_what_a_disk_has_changed_is_not_written_back_as_if_it_were_whole(node: Node) -> None:
+    """Compressed, it would have a checksum of its own in the tier."""
+    pytest.importorskip("lmcache_mock")
+    pytest.importorskip("lmcache_compress")
+    with node.serve() as server, server.connect() as client:
+        store(client, range(10))
+    node.reboot()
+    at = node.file.read_bytes().index(content(3)) + 700
+    with node.file.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\0\1\2\3", at)
+    with node.serve(l2={"mem": {"type": "mock", "serde": ["zstd"]}}) as server, server.connect() as client:
+        client.register_layout(SPACE)
+        until(
+            lambda: sum(client.status()["tiers"]["stores"]["counts"].values()) >= 10, "all to be written back, or not"
+        )
+        (tier,) = client.status()["tiers"]["tiers"]
+        assert tier["objects"] == 9
+        assert tier["writes"]["breaker"] == "closed"
 
 
 @needs_index

@@ -101,6 +101,7 @@ class MemoryL1:
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
         self.loading_as: dict[int, int] = {}  # load lease → generation
         self.checksums: dict[tuple[int, bytes], int | None] = {}  # as it was told by who wrote it
+        self.adopted = False  # whether what it has is a former server's
         self.gone_while_held: set[int] = set()
         self.aborted: Counter[str] = Counter()
         self.next_lease = 1
@@ -175,7 +176,9 @@ class MemoryL1:
         return StorePin(
             lease,
             [
-                None if slot is None else Slot(slot * self.slot_bytes, 1, self.checksums.get((namespace, key)))
+                None
+                if slot is None
+                else Slot(slot * self.slot_bytes, 1, self.checksums.get((namespace, key)), self.adopted)
                 for slot, (key, _) in zip(slots, wanted, strict=True)
             ],
         )

@@ -90,3 +90,20 @@ def test_a_load_hands_on_the_checksum_that_it_verified(doubles: Doubles) -> None
     loop = _stored(doubles, None)
     assert loop.fetch([doubles.key(1)]).hits == 1
     assert loop.l1.checksums == {(doubles.namespace, doubles.key(1)): payload_checksum([doubles.content(1)])}
+
+
+@pytest.mark.parametrize("serdes", [[], [Inverting()]])
+def test_damaged_bytes_of_an_adopted_pool_reach_no_tier(doubles: Doubles, serdes: list[Serde]) -> None:
+    """Encoded, they would have a right checksum there."""
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, serdes=serdes))
+    loop.l1.adopted = True
+    whole = payload_checksum([doubles.content(2)])
+    loop.tiering.on_committed(
+        [
+            loop.l1.put(doubles.key(1), doubles.content(1), checksum=1234),
+            loop.l1.put(doubles.key(2), doubles.content(2), checksum=whole),
+        ]
+    )
+    loop.idle()
+    assert list(adapter.objects) == [tier_key(doubles.key(2), doubles.namespace, 0)]

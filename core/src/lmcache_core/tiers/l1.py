@@ -79,6 +79,7 @@ class Slot(NamedTuple):
     offset: int
     layout_id: int
     checksum: int | None  # xxh3_64 of its bytes; None or 0: unknown
+    suspect: bool = False  # adopted, and nobody has compared the two yet
 
 
 class StorePin(NamedTuple):

@@ -397,7 +397,9 @@ class L1:
 
     def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
         lease, held = self.kernel.hold_incarnations(namespace, wanted, self.clock.now)
-        return StorePin(lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum) for o in held])
+        return StorePin(
+            lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum, o.unverified) for o in held]
+        )
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
         self.kernel.finish_read(SERVER_SESSION, lease, self.clock.now, positions)

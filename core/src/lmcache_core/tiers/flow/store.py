@@ -425,7 +425,15 @@ class StoreController:
         kind = tier.kind(self._l1.layout(first.layout_id))
         view, nbytes = self._l1.view, kind.layout.nbytes
         transfers = [
-            Transfer(dirty.object.key, first.namespace, dirty.epoch, kind, view(slot.offset, nbytes), slot.checksum)
+            Transfer(
+                dirty.object.key,
+                first.namespace,
+                dirty.epoch,
+                kind,
+                view(slot.offset, nbytes),
+                slot.checksum,
+                suspect=slot.suspect,
+            )
             for dirty, slot in zip(going, slots, strict=True)
         ]
         sent = StoreBatch(self, tier, transfers, reserved, going, pinned.lease, positions, self._observer)

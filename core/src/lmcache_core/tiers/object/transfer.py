@@ -31,7 +31,7 @@ from lmcache_core.tiers.retry import call_batch
 
 class Transfer(NamedTuple):
     """One object to store or to load. `view` is its memory in the pool, `kind.layout.nbytes` long; `checksum` is the
-    xxh3_64 of its bytes if known (None or 0: unknown)."""
+    xxh3_64 of its bytes if known (None or 0: unknown). `suspect`: they may be other bytes, so a store compares them."""
 
     key: bytes
     namespace: int
@@ -40,6 +40,7 @@ class Transfer(NamedTuple):
     view: memoryview
     checksum: int | None = None
     replaces: bool = False  # the medium may have a damaged one under this key
+    suspect: bool = False
 
     @property
     def tier_key(self) -> bytes:
@@ -142,6 +143,9 @@ class Carrier:
     # --- one object ---------------------------------------------------------------------------------------
     def _packed(self, transfer: Transfer, scratch: Scratch) -> StoreItem | Outcome:
         """The item to store, or the outcome that says why there is none."""
+        # Encoded, damaged bytes would get a checksum of their own, and nobody could tell any more.
+        if transfer.suspect and payload_checksum([transfer.view]) != transfer.checksum:
+            return Outcome(Result.FAILED, error=f"object {transfer.key.hex()[:16]}… of the adopted pool is damaged")
         page = scratch.take(HEADER_BYTES)
         layout = transfer.kind.layout
         encoded = guarded(
