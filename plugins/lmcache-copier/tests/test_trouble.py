@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_copier import ServerPages, register_pages
-from lmcache_copier.pages import SharedFile
+from lmcache_copier import ServerPages, messages, register_pages
+from lmcache_copier.pages import SharedFile, access_of
 from lmcache_core import Client, Layout, Namespace, PageGroup, Region, Status
 from lmcache_core.buffers import address_of
 from lmcache_core.errors import DisconnectedError, UsageError
@@ -182,6 +182,40 @@ def test_a_stopped_copier_is_killed_before_its_job_is_given_up(node: Node) -> No
     os.close(ended)
     assert bytes(target) == bytes(8 * PAGE)
     assert until(lambda: into.retrieve([(0, keys(2), IDS)]).hits == 2, "a new copier")
+
+
+def test_a_copier_that_has_answered_is_not_killed_because_the_engine_was_away(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads asks whether the copier lives, waits for the interpreter for seconds, and only then looks."""
+    pages = registered(node, one_group(bytearray(8 * PAGE)))
+    link, pid = access_of(node.client).link(), node.pid
+    call = link.open((messages.CopierDone,))
+    link.send(call, messages.AskAlive(call.rid))
+    until(lambda: link._readable(0), "its answer")
+    monkeypatch.setattr(link, "_asked_at", link._heard_at - 60)
+    link._check_life()
+    assert link.usable
+    assert link.wait(call, 0)
+    assert node.pid == pid
+    stored(pages, keys(2))
+
+
+def test_an_interrupt_while_an_answer_is_read_does_not_lose_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = registered(node, one_group(bytearray(8 * PAGE)))
+    link = access_of(node.client).link()
+    with monkeypatch.context() as patched:
+
+        def interrupted(message: object) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(link, "_take", interrupted)
+        job = pages.retrieve_start([(0, keys(2), IDS)])  # one answer
+        with pytest.raises(KeyboardInterrupt):
+            job.wait(60)
+    assert job.wait(60)
+    assert job.result is not None
+    until(lambda: pages.store([(0, keys(2), IDS)]).stored == 2, "it stores again")
 
 
 def test_slots_of_a_stopped_copier_stay_in_quarantine_until_it_is_dead(

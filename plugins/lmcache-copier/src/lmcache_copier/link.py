@@ -245,9 +245,7 @@ class CopierLink:
             self._reading.release()
 
     def _read(self, timeout_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._sock.fileno(), select.POLLIN)
-        if not poll.poll(timeout_s * 1000):
+        if not self._readable(timeout_s):
             return
         try:
             if not self._incoming.receive(socket.MSG_DONTWAIT):
@@ -260,6 +258,15 @@ class CopierLink:
         except (OSError, ProtocolError) as error:
             log.warning("the connection to the copier is lost: %s", error)
             self._ended = True
+        except BaseException:  # interrupted, perhaps with an answer in hand that nobody would get any more
+            self._ended = True
+            raise
+
+    def _readable(self, timeout_s: float) -> bool:
+        """Whether there is something to read, at most that long."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def _take(self, message: Any) -> None:
         with self._lock:
@@ -279,7 +286,7 @@ class CopierLink:
             if now - self._heard_at >= QUIET_S:
                 self._asked_at = now
                 self.post(m.AskAlive(0))
-        elif now - self._asked_at >= ANSWER_S:
+        elif now - self._asked_at >= ANSWER_S and not self._readable(0):  # we may have been the one that was away
             self._bury(f"the copier (pid {self.pid}) did not answer for {now - self._heard_at:.1f} s, and was killed")
 
     # --- its end ------------------------------------------------------------------------------------------------
