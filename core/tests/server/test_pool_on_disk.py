@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from lmcache_core.pool import header as headers
 from lmcache_core.pool import on_disk
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.segment import Segment
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
@@ -147,6 +149,29 @@ def test_a_lease_does_not_lend_what_a_disk_has_changed(node: Node, optimistic: b
             read = [at for at, status in enumerate(lease.finish()) if status.name == "HIT"]
         assert {at: lent[at] == content(at) for at in lent} == dict.fromkeys(set(range(10)) - {3}, True)
         assert read == [0, 1, 2, *range(4, 10)]
+
+
+@needs_index
+def test_a_clear_before_a_server_begins_counts_after_a_power_cut(node: Node) -> None:
+    """The tiers were cleared while no server had the pool: that is seen before anybody is served."""
+    with node.serve() as server, server.connect() as client:
+        store(client, range(10))
+    image = node.file.read_bytes()
+    run = node.folder / "run" / "ondisk"
+    segment = Segment.create(
+        "ondisk", 8 * MIB, "file", runtime_dir=run, on_stale="adopt", file=node.file, access="owner"
+    )
+    try:
+        assert segment.adopted
+        segment.note_cleared(int(time.time()) + 5)
+        page = node.file.read_bytes()[: headers.HEADER_BYTES]
+    finally:
+        segment.close()
+    node.file.write_bytes(page + image[headers.HEADER_BYTES :])  # all that the disk had of it
+    node.reboot()
+    with node.serve() as server, server.connect() as client:
+        client.register_layout(SPACE)
+        assert found(client, range(10)) == {}
 
 
 @needs_index

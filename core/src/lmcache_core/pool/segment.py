@@ -194,10 +194,12 @@ class Segment:
 
     def note_cleared(self, now_s: int) -> None:
         """A clear begins at this Unix second: on a disk, it is kept before this returns, so that nothing comes back
-        after a power cut. The owner calls it. Raises `PoolError` if the disk does not take it."""
+        after a power cut, also if the owner has yet to `begin`. The owner calls it. Raises `PoolError` if the disk does
+        not take it."""
         if self.header.backing is not Backing.FILE:
             return
         self._write_word(headers.CLEARED_OFFSET, max(now_s, int(self._word(headers.CLEARED_OFFSET)[0])))
+        self._write_word(headers.FLUSHED_OFFSET, 0)  # or the clear would not count
         try:
             flush(self.mapping.address, headers.HEADER_BYTES)
         except OSError as error:
