@@ -19,6 +19,7 @@ from lmcache_copier import ServerPages, register_pages
 from lmcache_copier.pages import SharedFile
 from lmcache_core import Layout, Namespace, PageEntry, PageGroup, Region, Status
 from lmcache_core.errors import UsageError
+from lmcache_core.limits import BATCH_KEYS_MAX
 
 from .copier_nodes import PAGES, Node, group_of
 
@@ -186,3 +187,19 @@ def test_a_promise_is_redeemed_by_the_copier(shared_node: Node) -> None:
     assert found.promise is not None
     assert pages.retrieve([(0, names, ids)], promises=[found.promise]).hits == 3
     assert shared_node.l1["leases_by_kind"]["promise"] == 0
+
+
+def test_a_call_has_more_keys_than_a_frame_of_the_server(shared_node: Node) -> None:
+    count = BATCH_KEYS_MAX + 1
+    source, target, names = memory(64 * count), bytearray(64 * count), fresh_keys(count)
+    out, into = (
+        register_pages(shared_node.client, [group_of(each, 64, regions=1, per_object=1, pages=count)], "server")
+        for each in (source, target)
+    )
+    ids = array("q", range(count))
+    assert out.store([(0, names, ids)]).stored == count
+    assert into.retrieve([(0, names, ids)]).hits == count
+    assert target == source
+    found = shared_node.client.lookup(names, namespace=out.groups[0].namespace, hold=True)
+    assert found.hits == count
+    assert into.retrieve([(0, names, ids)], promises=[found.promise]).hits == count

@@ -24,7 +24,6 @@ from lmcache_core import Client, Promise, Status
 from lmcache_core.client import PagesResult
 from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
 from lmcache_core.limits import KEY_BYTES
-from lmcache_core.protocol.codec import split_keys
 
 log = logging.getLogger("lmcache_copier")
 
@@ -304,10 +303,15 @@ class Engine:
 def _entry(given: m.JobEntry) -> tuple[Any, ...]:
     if len(given.keys) % KEY_BYTES or len(given.ids) % 8 or len(given.promises) not in (0, len(given.keys) // 4):
         raise UsageError(f"keys have {KEY_BYTES} bytes each, and page ids and promises 8")
-    return given.group, split_keys(given.keys), memoryview(given.ids).cast("q"), 0, None, given.traceparent
+    return given.group, _keys_of(given), memoryview(given.ids).cast("q"), 0, None, given.traceparent
 
 
 def _promise(given: m.JobEntry) -> Promise | None:
     if not given.promises:
         return None
-    return Promise(tuple(array("Q", given.promises)), tuple(split_keys(given.keys)), FOREVER)
+    return Promise(tuple(array("Q", given.promises)), tuple(_keys_of(given)), FOREVER)
+
+
+def _keys_of(given: m.JobEntry) -> list[bytes]:
+    """However many: it is the server's frames that hold only so many."""
+    return [given.keys[at : at + KEY_BYTES] for at in range(0, len(given.keys), KEY_BYTES)]
