@@ -261,3 +261,19 @@ def test_what_keeps_the_copier_away_is_named_with_its_cure(monkeypatch: pytest.M
 def test_a_transfer_that_is_not_known_is_refused(shared_node: Node) -> None:
     with pytest.raises(UsageError, match="use 'engine', 'server', 'auto'"):
         register_pages(shared_node.client, [group_of(bytearray(1 << 20), 64)], "both")  # type: ignore[arg-type]
+
+
+def test_an_engine_that_reads_no_answers_for_a_while_gets_them_all(shared_node: Node) -> None:
+    """More of them than its socket holds: they wait, and the copier's other work goes on."""
+    pid, count = shared_node.pid, 20_000
+    entry = m.JobEntry(0, b"".join(keys(count, 1 << 40)), array("q", range(count)).tobytes())
+    group = m.GroupOf(7, "uint8", [1], "", [m.RegionOf(0, 0, 1, 1, count)], 1)
+    with Stranger(shared_node) as stranger:
+        assert isinstance(stranger.ask(registration(groups=[group])), m.MemoryRegistered)
+        before = shared_node.figures["jobs"]
+        for rid in range(2, 14):
+            send(stranger.sock, m.RetrievePages(rid, 1, [entry], None, 0))
+        until(lambda: shared_node.figures["jobs"] >= before + 12, "all jobs to have ended")
+        still_serves(shared_node, pid)
+        answers = [stranger.hear() for _ in range(12)]
+        assert {each.rid for each in answers if isinstance(each, m.JobFinished)} == set(range(2, 14))

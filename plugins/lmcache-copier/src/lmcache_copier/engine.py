@@ -11,19 +11,21 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from lmcache_copier import messages as m
-from lmcache_copier.channel import Incoming, pidfd_of, send
+from lmcache_copier.channel import Incoming, frame_of, pidfd_of
 from lmcache_copier.check import why_unreachable
 from lmcache_copier.copying import CopyThreads, JobCopies, measured_s
-from lmcache_copier.limits import MEASURED_BYTES_MAX, REGISTRATIONS_MAX, SEND_S
+from lmcache_copier.limits import MEASURED_BYTES_MAX, OWED_BYTES_MAX, REGISTRATIONS_MAX
 from lmcache_copier.memory import Registration
 from lmcache_copier.vm import EngineReach, UnreachableMemoryError
 from lmcache_core import Client, Promise, Status
 from lmcache_core.client import PagesResult
 from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
 from lmcache_core.limits import KEY_BYTES
+from lmcache_core.threads import started
 
 log = logging.getLogger("lmcache_copier")
 
@@ -89,10 +91,11 @@ class Engine:
         self._jobs: dict[int, EngineJob] = {}
         self._numbers = 0
         self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest)
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # guards the next three
         self._broken = False
+        self._owed = 0  # bytes of answers that the socket did not take yet
+        self._later: SimpleQueue[memoryview | None] = SimpleQueue()  # these; None: the connection has ended
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
 
     # --- the connection -----------------------------------------------------------------------------------------
 
@@ -100,6 +103,8 @@ class Engine:
         """Until the engine ends, or says something that makes no sense."""
         incoming = self._incoming
         try:
+            if started(self._send_later, "answers") is None:
+                return
             self._send(m.CopierWelcome(m.VERSION, os.getpid(), os.geteuid()))
             while not self._broken and incoming.receive():
                 for message in incoming.messages():
@@ -113,16 +118,49 @@ class Engine:
                 job.cancel()
             self._registrations.clear()
             incoming.close()
+            with self._sending:
+                self._break()
+            self._later.put(None)
             self._sock.close()
 
     def _send(self, message: Any) -> None:
-        try:
+        """Waits for nothing: an engine reads between two steps, and may compute for seconds."""
+        frame = memoryview(frame_of(message))
+        with self._sending:
+            if self._broken:
+                return
+            if not self._owed:
+                try:
+                    frame = frame[self._sock.send(frame, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass  # all of it goes later
+                except OSError:
+                    self._break()
+                    return
+            if frame and self._owed + len(frame) > OWED_BYTES_MAX:
+                log.warning("an engine (pid %d) is dropped: it reads no answers", self.pid)
+                self._break()
+            elif frame:
+                self._owed += len(frame)
+                self._later.put(frame)
+
+    def _send_later(self) -> None:
+        """What the socket did not take at once, on a thread of its own."""
+        while (frame := self._later.get()) is not None:
+            try:
+                self._sock.sendall(frame)
+            except OSError:
+                with self._sending:
+                    self._break()
+                return
             with self._sending:
-                send(self._sock, message)
-        except OSError:  # a part may have gone: the rest would make no sense
-            self._broken = True
-            with contextlib.suppress(OSError):  # it is closed already
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self._owed -= len(frame)
+
+    def _break(self) -> None:
+        """A part of an answer may have gone: the rest would make no sense. Wakes whoever waits for the socket."""
+        self._broken = True
+        with contextlib.suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _take(self, message: m.CopierRequest, incoming: Incoming[m.CopierRequest]) -> None:
         try:
