@@ -12,15 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_copier import ServerPages, messages, register_pages
+from lmcache_copier import link as link_module
+from lmcache_copier.channel import Incoming
 from lmcache_copier.pages import SharedFile, access_of
 from lmcache_core import Client, Layout, Namespace, PageGroup, Region, Status
 from lmcache_core.buffers import address_of
@@ -187,30 +191,43 @@ def test_a_stopped_copier_is_killed_before_its_job_is_given_up(node: Node) -> No
 def test_a_copier_that_has_answered_is_not_killed_because_the_engine_was_away(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads asks whether the copier lives, waits for the interpreter for seconds, and only then looks."""
+    """Its answer comes at the end of a wait, and whoever waited gets the interpreter back a minute later."""
     pages = registered(node, one_group(bytearray(8 * PAGE)))
-    link, pid = access_of(node.client).link(), node.pid
+    link, pid, ahead_s, real = access_of(node.client).link(), node.pid, [2.0], select.poll
+    monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0]))
     call = link.open((messages.CopierDone,))
-    link.send(call, messages.AskAlive(call.rid))
-    until(lambda: link._readable(0), "its answer")
-    monkeypatch.setattr(link, "_asked_at", link._heard_at - 60)
-    link._check_life()
+    assert not link.wait(call, 0)  # it is quiet, and asked whether it lives
+    polls: list[Any] = []
+
+    def late() -> Any:
+        polls.append(real())
+        if len(polls) > 1:
+            return polls[-1]
+        return SimpleNamespace(register=polls[0].register, poll=lambda timeout: polls[0].poll(60_000) and [])
+
+    monkeypatch.setattr(link_module, "select", SimpleNamespace(poll=late, POLLIN=select.POLLIN))
+    ahead_s[0] = 60.0
+    assert not link.wait(call, 0)
     assert link.usable
-    assert link.wait(call, 0)
+    link.send(call, messages.AskAlive(call.rid))
+    until(lambda: link.wait(call, 0.05), "its answer")
     assert node.pid == pid
     stored(pages, keys(2))
 
 
 def test_an_interrupt_while_an_answer_is_read_does_not_lose_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = registered(node, one_group(bytearray(8 * PAGE)))
-    link = access_of(node.client).link()
+    real = Incoming.messages
+
+    def interrupted(incoming: Incoming[Any]) -> Iterator[Any]:
+        for each in real(incoming):
+            if isinstance(each, messages.JobFinished):
+                raise KeyboardInterrupt
+            yield each
+
+    job = pages.retrieve_start([(0, keys(2), IDS)])
     with monkeypatch.context() as patched:
-
-        def interrupted(message: object) -> None:
-            raise KeyboardInterrupt
-
-        patched.setattr(link, "_take", interrupted)
-        job = pages.retrieve_start([(0, keys(2), IDS)])  # one answer
+        patched.setattr(Incoming, "messages", interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.wait(60)
     assert job.wait(60)
