@@ -248,6 +248,7 @@ def test_what_keeps_the_copier_away_is_named_with_its_cure(monkeypatch: pytest.M
         assert words in check.why_unreachable(12, 0, denied)
         assert "a memfd" in check.why_unreachable(12, 0, denied)
     assert "hostPID" in check.why_unreachable(0, 0, denied)
+    assert "memfd" not in check.why_unreachable(0, 0, denied), "it needs to see the process all the same"
     assert "seccomp" in check.why_unreachable(12, 0, OSError(errno.ENOSYS, "no"))
     (finding,) = check.check(CopierSettings())
     assert not finding.ok

@@ -42,7 +42,7 @@ def why_unreachable(pid: int, uid: int, error: OSError) -> str:
     if not pid:
         return (
             "the copier does not see this process, which runs in another pid namespace: let both containers share one "
-            f"(shareProcessNamespace or hostPID in Kubernetes, --pid in Docker), {BY_DESCRIPTOR}"
+            "(shareProcessNamespace or hostPID in Kubernetes, --pid in Docker)"
         )
     if error.errno == errno.EPERM:
         scope = yama_scope()
