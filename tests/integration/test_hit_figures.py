@@ -48,7 +48,7 @@ hashing = Hashing("sha256", "0")
 timeout_s = shape["timeout_s"]
 client = Client.connect(sys.argv[1], runtime_dir=sys.argv[2], client_name="vllm-scheduler", call_timeout_s=timeout_s)
 config = ConnectorConfig(lookup_timeout_s=timeout_s, step_wait_s=2 * timeout_s, retry_s=60.0)
-no_more = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+no_more = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
 empty = SimpleNamespace(
     total_num_scheduled_tokens=0, scheduled_new_reqs=[], num_scheduled_tokens={}, scheduled_spec_decode_tokens={},
     scheduled_cached_reqs=no_more, kv_connector_block_state=None,

@@ -45,7 +45,7 @@ class Connectors:
     def step(self, request: Any, blocks: list[int], scheduled: int) -> set[str]:
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=request.num_computed_tokens)],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
             num_scheduled_tokens={"a": scheduled} if scheduled else {},
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: (blocks,)),
         )

@@ -56,7 +56,7 @@ class Request:
 IDLE: Any = SimpleNamespace(
     total_num_scheduled_tokens=0,
     scheduled_new_reqs=[],
-    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
     scheduled_spec_decode_tokens={},
     num_scheduled_tokens={},
     kv_connector_block_state=None,
