@@ -56,7 +56,9 @@ def made(name: str, **changes: object) -> Any:
 def certificate(tmp_path: Path, of: Any, share: float = 0.25, **changes: Any) -> Path:
     """As `lmcache-core quality --blend` writes it."""
     row = {
-        "lossy": [["blend", {"format": 1, "share": share, "chunk_tokens": CHUNK, "first_tokens": 4}]],
+        "lossy": [
+            ["blend", {"format": 1, "share": share, "chunk_tokens": CHUNK, "first_tokens": 4, "behind_prefix": 1}]
+        ],
         "divergence": {"mean": 0.01, "deviation": 0.0},
         "agreement": {"mean": 1.0, "deviation": 0.0},
         "steps": [{"deviation": 100.0, "divergence": 0.01}],
@@ -226,7 +228,7 @@ def test_batches_and_static_caches_blend_as_each_prompt_alone(client: Client, tm
         ("Bloom", {}, "takes no position_ids"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "length"),
         ("Llama", {"num_hidden_layers": 1}, "it has one layer"),
-        ("SmolLM3", {"no_rope_layers": [1, 0]}, "the keys of layer 1 at position"),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}, "does not rotate the keys of some layers"),
     ],
 )
 def test_models_that_cannot_blend_are_refused_in_words(

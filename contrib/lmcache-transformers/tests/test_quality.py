@@ -123,8 +123,8 @@ def test_a_certificate_of_blending_is_what_generators_demand(
     assert [(part["kind"], part["prompts"]) for part in rows[0]["parts"]] == [("own", 2)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def make(share: float, of: Any = model, **limits: float) -> CachedGenerator:
-        how = Blending(share, minimum=8, mean=16, maximum=32, **limits)
+    def make(share: float, of: Any = model, head: tuple[int, ...] = (1,), **limits: float) -> CachedGenerator:
+        how = Blending(share, head, minimum=8, mean=16, maximum=32, **limits)
         return CachedGenerator(of, None, client, certificate=file, reuse="blend", blending=how)
 
     make(1.0)
@@ -133,6 +133,8 @@ def test_a_certificate_of_blending_is_what_generators_demand(
         make(0.25, divergence_max=1e-9)
     with pytest.raises(SettingsError, match="certifies"):
         make(0.5)
+    with pytest.raises(SettingsError, match="certifies"):
+        make(1.0, head=())  # it was measured behind a prefix, which takes what all tokens attend to
     with pytest.raises(UsageError, match="is for KV in float32"):
         make(1.0, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
     other = tmp_path / "revision"

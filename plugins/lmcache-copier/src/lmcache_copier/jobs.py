@@ -91,7 +91,7 @@ class ServerJob:
             self._result = self._made(reply)
         elif reply is not None:
             self.fault = reply.message
-            self._result = self._failed(Status.ABORTED, nothing_written=True)
+            self._result = self._failed(Status.ABORTED, nothing_written=False)  # it may have failed in the middle
         else:
             self.fault = call.lost
             self._result = self._unreachable(nothing_written=False)

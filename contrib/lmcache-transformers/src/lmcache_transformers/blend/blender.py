@@ -61,16 +61,18 @@ class Blending:
 
     def described(self) -> tuple[str, dict[str, str | int | float]]:
         """Name and parameters, as a certificate has them."""
-        return described(self.share, self.mean)
+        return described(self.share, self.mean, len(self.prefix_tokens))
 
 
-def described(share: float, chunk_tokens: int) -> tuple[str, dict[str, str | int | float]]:
-    """Name and parameters of blending, as a certificate has them: `chunk_tokens` of a chunk on average."""
+def described(share: float, chunk_tokens: int, prefix_tokens: int) -> tuple[str, dict[str, str | int | float]]:
+    """Name and parameters of blending, as a certificate has them: `chunk_tokens` of a chunk on average. Of the prefix
+    only whether there is one counts: without it, the first tokens of each chunk are what all others attend to."""
     return "blend", {
         "format": 1,
         "share": float(share),
         "chunk_tokens": chunk_tokens,
         "first_tokens": FIRST_TOKENS,
+        "behind_prefix": int(prefix_tokens > 0),
     }
 
 

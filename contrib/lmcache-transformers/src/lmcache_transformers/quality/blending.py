@@ -144,7 +144,7 @@ def _quality(
         groups.setdefault((prompt.kind, prompt.pieces or len(prompt.documents)), []).append(outcome)
     return BlendQuality(
         f"blend {share:.0%} of {chunk_tokens}",
-        [described(share, chunk_tokens)],
+        [described(share, chunk_tokens, prefix_tokens)],
         prefix_tokens,
         len(prompts),
         _mean(outcomes, "cosine"),
