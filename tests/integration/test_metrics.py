@@ -283,10 +283,10 @@ def test_tier_metrics_count_stores_hits_loads_and_a_drain(node: Node, tmp_path: 
 
 def test_a_tier_that_fails_and_what_is_lost(node: Node) -> None:
     pytest.importorskip("lmcache_mock", reason="needs the mock tier")
-    server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store error")
+    server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store error", size="4MiB")
     scraped = Scraped(server)
     client = node.client()
-    for number in range(40):
+    for number in range(200):  # three times what the pool has room for
         client.store([node.key(number)], [node.payload(1)], namespace=node.namespace)
     scraped.expect(tier_breaker_open={"cold|writes": 1})
     assert scraped.grown(("tier_breaker_opened_total", ("cold", "writes"))) >= 1
@@ -526,7 +526,7 @@ def test_stores_that_wait_for_a_tier_that_does_not_come_round(node: Node, tmp_pa
     scraped.expect(stores_waiting=1)  # in any of its four seconds
     for _ in range(4):
         worker.expect("FULL")
-    scraped.expect(stores_waiting=0, stores_waited_in_vain_total=4)
+    scraped.expect(stores_waiting=0, stores_waited_in_vain_total=4, stores_refused_full_total=4)
     control.unlink()
 
 
