@@ -21,11 +21,12 @@ SHORT = Deadlines(lookup_s=0.3, load_s=0.3, store_s=0.3)
 
 
 class GatedAdapter(MemoryAdapter):
-    """`hold("load")` keeps such calls inside until `release`, whatever their deadline; then they do their work."""
+    """`hold("load")` keeps such calls inside until `release`, whatever their deadline; then they do their work. Those
+    of "answer" have looked what is there, and keep it to themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, int] = {"store": 0, "load": 0, "exists": 0}
+        self.calls: dict[str, int] = {"store": 0, "load": 0, "exists": 0, "answer": 0, "delete": 0}
         self._gates = {name: threading.Event() for name in self.calls}
         self.entered = {name: threading.Semaphore(0) for name in self.calls}
         self.release()
@@ -34,9 +35,10 @@ class GatedAdapter(MemoryAdapter):
         for name in names:
             self._gates[name].clear()
 
-    def release(self) -> None:
-        for gate in self._gates.values():
-            gate.set()
+    def release(self, *names: str) -> None:
+        """All, without names."""
+        for name in names or self._gates:
+            self._gates[name].set()
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
         self._pass("store")
@@ -48,7 +50,13 @@ class GatedAdapter(MemoryAdapter):
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         self._pass("exists")
-        return super().exists(keys, deadline)
+        found = super().exists(keys, deadline)
+        self._pass("answer")
+        return found
+
+    def delete_one(self, key: bytes, deadline: float) -> None:
+        self._pass("delete")
+        super().delete_one(key, math.inf)
 
     def _pass(self, name: str) -> None:
         self.calls[name] += 1

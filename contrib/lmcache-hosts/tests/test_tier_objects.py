@@ -181,6 +181,20 @@ def test_removed_objects_are_not_found_and_leave_the_medium(objects: TierObjects
     until(lambda: not adapter.objects, "the other delete")
 
 
+def test_what_was_removed_is_not_found_by_a_lookup_that_outlasts_its_deletion(
+    objects: TierObjects, adapter: GatedAdapter
+) -> None:
+    objects.store([stored(1)]).result()
+    adapter.hold("delete", "answer")
+    assert objects.remove([key(1)]).result() == [True]
+    late = objects.find([key(1)])
+    adapter.entered["answer"].acquire()  # it saw the object
+    adapter.release("delete")
+    until(lambda: not objects.tier.accounting.drops, "the end of the deletion")
+    adapter.release()
+    assert late.result() == [False]
+
+
 def test_a_buffer_of_another_size_is_a_no(objects: TierObjects) -> None:
     short = HostObject(*key(1), memoryview(bytes(100)))
     assert objects.store([short, stored(2)]).result() == [False, True]

@@ -320,9 +320,7 @@ class TierObjects:
             self.counts["lookup_failed"] += len(names)
             return request.refuse()
         tier = self.tier
-        gone = tier.accounting.drops_of(names)
-        hidden = [name in gone or name in tier.verdicts for name in names]  # deleted, or damaged at the last look
-        served = [yes and not no for yes, no in zip(there, hidden, strict=True)]
+        served = [yes and name not in tier.verdicts for yes, name in zip(there, names, strict=True)]
         tier.accounting.touch([name for name, yes in zip(names, served, strict=True) if yes])
         self.counts["found"] += sum(served)
         self.counts["not_found"] += len(served) - sum(served)

@@ -43,6 +43,7 @@ class ExistsCall(Call):
             return TierReason.TIER_ERROR
         # Only keys that were known before, and that do not change while the tier is asked.
         self._known = list(self.tier.accounting.known(self.keys))
+        self._dropped = set(self.tier.accounting.drops_of(self.keys))  # their deletion may end before this does
         self._changed = self.tier.order.watch(self._known)
         if self.tier.medium.lookups.submit(self):
             return None
@@ -75,9 +76,10 @@ class ExistsCall(Call):
         removed = [key for key in gone if not changed.saw(key)]
         tier.losses.note(removed, TierReason.GONE)
         tier.accounting.remove(removed)
-        hung = tier.order.hung(self.keys)  # a load of these would wait for a change that may never return
-        if hung:
-            found = [key not in hung and there for key, there in zip(self.keys, found, strict=True)]
+        # A load of the hung would wait for a change that may never return.
+        hidden = self._dropped | set(tier.accounting.drops_of(self.keys)) | tier.order.hung(self.keys)
+        if hidden:
+            found = [key not in hidden and there for key, there in zip(self.keys, found, strict=True)]
         self.answered(found, None)
 
     def late(self) -> None:
