@@ -24,6 +24,7 @@ from lmcache_core.tokens.namespace import Namespace
 from lmcache_lab.record import start_recording, stop_recording
 from lmcache_lab.recordings import read_recording
 from lmcache_testing.waiting import WAIT_S, until
+from lmcache_tools.size import from_live
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/operating/ui.png"
@@ -60,7 +61,8 @@ class Served:
     def start(self) -> None:
         options = {
             "name": self.name, "runtime_dir": self.run, "state_dir": self.folder / "state", "l1.size_bytes": "16MiB",
-            "l1.backing": "memfd", "l2.disk.type": "fs", "l2.disk.path": self.disk, "l2.disk.capacity_bytes": "64MiB",
+            "l1.backing": "memfd", "l1.eviction.type": "adaptive",
+            "l2.disk.type": "fs", "l2.disk.path": self.disk, "l2.disk.capacity_bytes": "64MiB",
             "subscribers.stream.readers_max": 8, "http.port": self.port, "http.token_file": self.folder / "change",
             "http.read_token_file": self.folder / "read",
         }  # fmt: skip
@@ -303,6 +305,24 @@ def test_a_page_keeps_an_hour_and_a_gap_where_its_process_was_away(open_page: Op
 def past(served: Served) -> list[float]:
     served.get("/status")
     return list(json.loads(served.get("/history"))["times"])
+
+
+def test_what_another_order_or_size_would_have_hit_is_that_of_the_size_command(
+    open_page: Open, served: Served, client: Client
+) -> None:
+    page = open_page()
+    store(client, 0, 192)  # some of them are in the sample
+    for _ in range(3):
+        client.lookup([key(each) for each in range(192)], namespace=SPACE)
+    expected = from_live(client.status())["pools"]
+    rows = page.locator("#what-if tbody tr")
+    expect(rows).to_have_count(len(expected))
+    for row, pool in zip(rows.all(), expected, strict=True):
+        hits, gain = pool["hit_share"], 100 * pool["gain"]
+        expect(row.locator("td").nth(0)).to_contain_text(f"{pool['l1_bytes'] / 2**20:.1f} MiB")
+        expect(row.locator("td").nth(1)).to_have_text(pool["order"])
+        expect(row.locator("td").nth(2)).to_have_text(f"{100 * hits:.1f}%")
+        expect(row.locator("td").nth(3)).to_have_text("0" if abs(gain) < 0.05 else f"{gain:+.1f}".replace("-", "−"))
 
 
 def test_a_reason_for_misses_says_what_it_means_and_what_helps(open_page: Open, client: Client) -> None:

@@ -11,6 +11,7 @@ export function showStatus(status, history, actions) {
   showServer(status);
   showTroubles(status);
   showTiles(status, history);
+  showWhatIf(status.l1);
   showMisses(status);
   showStores(status, actions);
   showNamespaces(status);
@@ -54,6 +55,29 @@ function showTiles(status, history) {
       setText(tile.children[1], value);
       setText(tile.children[2], more);
     });
+}
+
+// --- shadow caches ---------------------------------------------------------------------------------------------
+
+// As `lmcache-core size --from-live` has it: shares of the uses of sampled keys.
+function showWhatIf({ policy, pool_bytes, eviction_policy }) {
+  const there = policy?.lru_hit_share_by_size !== undefined;
+  const seen = there && policy.sampled_uses > 0;
+  byId("what-if").hidden = !seen;
+  setText(byId("what-if-line"), seen
+    ? `Of ${count(policy.sampled_uses)} uses of one key in ${count(policy.sampled_one_in)}. Now: ${policy.order}.`
+    : there ? "No use of a sampled key has been seen yet."
+      : `The policy ${eviction_policy} has no shadow caches. With l1.eviction.type = "adaptive" they show here what would have hit.`);
+  const rows = seen ? [
+    ...Object.entries(policy.hit_share).map(([order, share]) => ({ times: 1, order, share })),
+    ...Object.entries(policy.lru_hit_share_by_size).map(([times, share]) => ({ times: Number(times), order: "lru", share })),
+  ] : [];
+  rows.sort((one, other) => one.times - other.times || (one.order < other.order ? -1 : 1));
+  keyed(byId("what-if").tBodies[0], rows, ({ times, order }) => `${times} ${order}`, () => make("tr"), (row, { times, order, share }) => {
+    const gain = 100 * (share - policy.hit_share[policy.order]);
+    const more = Math.abs(gain) < 0.05 ? "0" : `${gain > 0 ? "+" : "−"}${Math.abs(gain).toFixed(1)}`;
+    cells(row, [`${size(times * pool_bytes)}${times === 1 ? " (now)" : ""}`, order, percent(share), more], new Set([2, 3]));
+  });
 }
 
 // --- misses ----------------------------------------------------------------------------------------------------
