@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +43,13 @@ SERVE = """
 """
 WAIT = "    input()\n"
 DEV_SHM = Path("/dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("backing", "words"), [("shm", "an orderly end .* l1.keep_pool"), ("memfd", 'l1.backing is "memfd"')]
+)
+def test_a_pool_that_nobody_left_says_why_it_is_cold(make: Make, backing: str, words: str) -> None:
+    assert re.search(words, make(backing=backing).why_cold)
 
 
 @pytest.mark.parametrize("backing", ["shm", "memfd"])

@@ -56,6 +56,13 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as a
     shards: list[RankFacts]
 
 
+def log_as_vllm() -> None:
+    """The client's lines go where vLLM's go, with their time and process; not if the application has a handler."""
+    client = logging.getLogger("lmcache_core")
+    if not client.hasHandlers():
+        client.parent = logging.getLogger("vllm")
+
+
 class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """KV of prompt prefixes, shared by all engines of the node through an lmcache-core server.
 
@@ -64,6 +71,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         self._settings = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         facts.check_version(vllm.__version__, unproven_ok=self._settings.unproven_ok)
         facts.check_supported(vllm_config)

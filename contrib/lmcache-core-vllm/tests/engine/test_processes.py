@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,15 @@ from lmcache_testing.waiting import until
 
 BLOCK = 128
 KILLS_S = float(os.environ.get("LMCACHE_CORE_VLLM_KILLS_S", "20"))  # two minutes show more, and take them
+LOG_LINES = """
+import logging
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+configure_logging(LoggingConfig())
+from lmcache_core_vllm.connector import log_as_vllm
+log_as_vllm()
+logging.getLogger("lmcache_core.client.link.reconnecting").info("the server is reachable again")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +139,13 @@ def test_figures_reach_vllms_own_metrics(start: Callable[..., Engine], llama: Pa
     by_source = "{each.labels['source']: each.value for each in llm.get_metrics() if each.name == 'vllm:%s'}"
     assert engine.run(f"said = {by_source % 'prompt_tokens_cached_by_source'}")["host"] == 7 * BLOCK
     engine.end()
+
+
+def test_the_clients_lines_go_where_vllms_go() -> None:
+    argv = [sys.executable, "-c", LOG_LINES]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
+    (line,) = [each for each in (done.stdout + done.stderr).splitlines() if "is reachable again" in each]
+    assert re.search(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[", line), line
 
 
 def test_figures_of_ranks_add_up_and_are_told_in_words() -> None:

@@ -92,8 +92,9 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     lookups, retrieves = status["traffic"]["lookups"], status["traffic"]["retrieves"]
     yield "lookups", f"{hits_of_keys(lookups)}; {lookups['hits_by_index']:,} of them without a call"
     if lookups["prompts"]:
-        tokens = f"{lookups['hit_tokens']:,} of {lookups['tokens']:,} tokens found"
-        yield "prompts", f"{lookups['prompts']:,} of engines; {tokens}, {lookups['hit_tokens'] / lookups['tokens']:.1%}"
+        found = f"{lookups['hit_tokens']:,} of {lookups['tokens']:,} tokens found"
+        share = f"{lookups['hit_tokens'] / lookups['tokens']:.1%}"
+        yield "prompts", f"{lookups['prompts']:,} looked up by engines; {found}, {share}"
     yield "retrieves", f"{hits_of_keys(retrieves)}; {size(retrieves['bytes'])} read"
     stored, evicted = status["counters"].get("stored_objects", 0), l1["counters"]["evictions"]
     order = l1.get("policy", {}).get("order")  # what a policy of several orders follows now

@@ -22,6 +22,8 @@ from lmcache_core.pool.mapping import punch_hole
 
 log = logging.getLogger(__name__)
 
+NOTHING_LEFT = "no earlier server left one: at an orderly end a pool is freed, unless l1.keep_pool is set"
+
 
 class OnStale(StrEnum):
     """What a new server does with a dead one's named segment."""
@@ -38,7 +40,7 @@ class Owned:
     file: Descriptor
     adopted: Header | None = None  # the header of a dead server's segment that we continue with
     recreated: bool = False  # a dead server's segment was freed first …
-    why_cold: str = ""  # … for this reason
+    why_cold: str = ""  # why nothing was adopted
 
 
 def own_segment(
@@ -59,13 +61,13 @@ def own_segment(
     """
     found = open_ours(path)
     if found is None:
-        return Owned(_made(path, name, undo))
+        return Owned(_made(path, name, undo), why_cold=NOTHING_LEFT)
     with contextlib.closing(found) as stale:
         if check_ours is not None:
             check_ours(stale.fileno())
         if not os.fstat(stale.fileno()).st_size:  # its maker died at once; it may be open elsewhere, so no filling it
             unlink(stale, path)
-            return Owned(_made(path, name, undo))
+            return Owned(_made(path, name, undo), why_cold=NOTHING_LEFT)
         why_cold = why_cold or 'l1.on_stale is "recreate"'
         if on_stale is OnStale.REFUSE:
             command = name if check_ours is None else f"--file {path}"

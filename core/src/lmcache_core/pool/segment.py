@@ -68,7 +68,7 @@ class Segment:
         self.info = header.info
         self.adopted = False  # it was a dead server's, and its content is kept
         self.recreated = False  # a dead server's segment of this name was found and freed …
-        self.why_cold = ""  # … for this reason
+        self.why_cold = ""  # why nothing was adopted
         self.rebooted = False  # it was adopted from a disk, and the machine has started anew since it was served …
         self.stored_after_s = 0  # … in disorder: what was stored up to this Unix second may have been cleared
         self._began = False  # the owner may have changed something
@@ -154,7 +154,9 @@ class Segment:
             segment = cls(descriptor, header, claims, path)
             undo.callback(segment.close)
             segment.adopted = former is not None
-            if owned is not None:
+            if owned is None:
+                segment.why_cold = f'l1.backing is "{backing}": such a pool ends with its server'
+            else:
                 segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
             segment._publish_header()
             proof = secrets.randbits(64) or 1

@@ -395,7 +395,10 @@ class Server:
     def _close(self) -> None:
         """Close everything that was opened, in reverse order; the mapping itself ends with its last view."""
         parts = self.parts
-        log.info("%r closes%s", parts.settings.name, self._owed(), extra=named("ending"))
+        freed = ""
+        if parts.segment.path is not None and not self._keeps_pool:
+            freed = "; its pool is freed (l1.keep_pool, or serve --keep-pool, keeps it)"
+        log.info("%r closes%s%s", parts.settings.name, self._owed(), freed, extra=named("ending"))
         self._end_by(
             ("ending the watch on requests", parts.request_watch.close),
             ("saying that nobody answers for the index", lambda: parts.segment.serve(0)),

@@ -367,7 +367,7 @@ class Links:
                 (
                     logging.WARNING,
                     f"cannot reach the lmcache-core server {self.target}: {why}. Until it is back, nothing is stored, "
-                    "and lookups find only what the mapped pool's index has",
+                    "and lookups find only what the index of a pool that is mapped already has",
                 )
             )
         self._away = why

@@ -65,8 +65,8 @@ class Namespaces:
         known = self.layout_of(namespace)
         if known is not None and known != layout_id:
             raise UsageError(
-                f"namespace {namespace:016x} has the layout {self._described(known)}, not {layout}: use a separate "
-                "namespace for each layout"
+                f"namespace {namespace:016x} has the layout {self._described(known)}, not {layout}: give that "
+                "layout, or another namespace (of another model or weights version) for this one"
             )
         self._check_tiers(namespace, layout, label)
         if layout_id not in self._l1.layouts:
