@@ -18,9 +18,10 @@ EVERYTHING = (
     "http.enabled=true,monitoring.serviceMonitor=true,monitoring.prometheusRule=true,monitoring.dashboard=true,"
     "podDisruptionBudget.enabled=true,disk.path=/var/cache/lmcache-core,secrets.name=passwords,"
     "priorityClassName=system-node-critical,networkPolicy.kvEventsPort=5557,settings.l2.disk.type=fs,"
-    "settings.l2.disk.path=/var/cache/lmcache-core,settings.l2.disk.capacity_bytes=200GiB"
+    "settings.l2.disk.path=/var/cache/lmcache-core,settings.l2.disk.capacity_bytes=200GiB,peers.enabled=true"
 )
-CHOICES = ["", "http.enabled=true", "settings.l1.backing=shm,networkPolicy.enabled=false", EVERYTHING]
+PEERS = "peers.enabled=true,peers.port=7700,peers.redisUrl=rediss://directory.example:6380/0"
+CHOICES = ["", "http.enabled=true", "settings.l1.backing=shm,networkPolicy.enabled=false", PEERS, EVERYTHING]
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}  # of the Prometheus operator: Kubernetes has no schema of them
 
 
@@ -51,7 +52,7 @@ def test_helm_and_kubernetes_find_nothing_wrong_with_the_chart(values: str) -> N
 def wrong(manifests: list[dict[str, Any]]) -> list[str]:
     """What a cluster would take without a word, and not do."""
     found = []
-    pods = [each["spec"]["template"] for each in manifests if each["kind"] == "DaemonSet"]
+    pods = [each["spec"]["template"] for each in manifests if each["kind"] in ("DaemonSet", "Deployment")]
     labels = [pod["metadata"]["labels"].items() for pod in pods]
     for each in manifests:
         kind, spec = each["kind"], each.get("spec", {})
@@ -62,9 +63,9 @@ def wrong(manifests: list[dict[str, Any]]) -> list[str]:
         if kind != "ServiceMonitor" and selector and not any(selector.items() <= some for some in labels):
             found.append(f"{kind} selects no pod")
     for pod in pods:
-        mounts = {volume["name"] for volume in pod["spec"]["volumes"]}
-        containers = [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
-        used = {mount["name"] for container in containers for mount in container["volumeMounts"]}
+        mounts = {volume["name"] for volume in pod["spec"].get("volumes", [])}
+        containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+        used = {mount["name"] for container in containers for mount in container.get("volumeMounts", [])}
         found += [f"volume {name} is not mounted" for name in mounts - used]
         for container in containers:
             if "memory" not in container["resources"]["limits"]:
@@ -93,6 +94,8 @@ def test_the_rules_see_what_the_schemas_do_not() -> None:
         ("uid=0", "uid"),
         ("nodeselector.gpu=yes", "nodeselector"),
         ("disk.path=cache", "disk.path"),
+        ("peers.redisUrl=directory:6379", "peers.redisUrl"),
+        ("settings.l2.peers.type=fs", "settings.l2.peers"),
     ],
 )
 def test_values_that_would_not_work_are_refused_by_name(values: str, reason: str) -> None:
@@ -124,6 +127,35 @@ def test_the_settings_are_settings_and_fit_the_pods_memory(values: str, tmp_path
     pool = tomllib.loads(config)["l1"]["size_bytes"]
     limit = container["resources"]["limits"]["memory"]
     assert int(limit.removesuffix("Gi")) >= 1.1 * int(pool.removesuffix("GiB"))
+
+
+@pytest.mark.parametrize(("values", "port"), [(PEERS, 7700), (EVERYTHING, 7600)])
+def test_nodes_reach_each_other_and_nobody_else_reaches_them(values: str, port: int) -> None:
+    manifests = rendered(values)
+    pod = of_kind(manifests, "DaemonSet")["spec"]["template"]
+    config = tomllib.loads(
+        next(each["data"]["lmcache.toml"] for each in manifests if "lmcache.toml" in each.get("data", {}))
+    )
+    (server,) = pod["spec"]["containers"]
+    policies = {each["metadata"]["name"]: each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"}
+    doors = [rule for rule in policies["cache"]["ingress"] if "podSelector" in rule["from"][0]]
+    (door,) = doors
+    assert config["peer"]["port"] == port
+    assert {"name": "peer", "containerPort": port} in server["ports"]
+    assert door["ports"] == [{"protocol": "TCP", "port": port}]
+    assert door["from"][0]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert {"protocol": "TCP", "port": port} in policies["cache"]["egress"][0]["ports"]
+    services = {each["metadata"]["name"] for each in manifests if each["kind"] == "Service"}
+    directory = config["peer"]["redis_url"]
+    assert config["l2"]["peers"]["redis_url"] == directory
+    ours = directory == "redis://cache-directory:6379/0"
+    assert ours == ("cache-directory" in services) == ("cache-directory" in policies)
+    (mount,) = (each["mountPath"] for each in server["volumeMounts"] if each["name"] == "peers")
+    files = [
+        value for table in (config["peer"], config["l2"]["peers"]) for name, value in table.items() if "tls_" in name
+    ]
+    assert len(files) == 6
+    assert all(Path(each).parent == Path(mount) for each in files)
 
 
 def test_alerts_and_dashboard_are_those_of_the_repository() -> None:
