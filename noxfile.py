@@ -249,6 +249,9 @@ Claim("lowest", "Core's tests over the oldest versions that its metadata allows,
 Claim("jax", "Views of the L0 table in jax: by flag, as jax takes two minutes to install and 600 MB.").by_tests(
     "-k", "jax", "contrib/lmcache-l0/tests/test_calls.py", over="l0", groups=("test", "numpy", "jax"), native="require"
 )
+Claim("oracle", "Policies and optimum hit what libcachesim's do, on the same references: by flag, a minute.").by_tests(
+    "plugins/lmcache-policies/tests/test_oracle.py", over="policies lab", groups=("test", "oracle")
+)
 Claim("next_python", "Core's tests under Python 3.14 in a chroot: needs root, debootstrap.").by(next_python.run_tests)
 Claim("audit", "Known faults, as PyPI has them, of what comes along with our packages; by flag.").by(environments.audit)
 Claim("soak", "Four workers, three tiers, random kills, every byte checked; `-- --seconds N` is longer.").by_script(

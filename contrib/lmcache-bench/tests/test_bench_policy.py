@@ -35,6 +35,10 @@ def test_every_installed_policy_is_measured_at_every_size(small: None) -> None:
         for name in names
         for operation in ("insert", "access", "evict", "hold", "life of an entry")
         for residents in (100, 400)
+    } | {
+        f"adaptive{what}, {residents} residents"
+        for what in (" access with shadows", ", longest step at a change of order")
+        for residents in (100, 400)
     }
     assert all(result.value > 0 for result in results)
 

@@ -81,6 +81,33 @@ def run(options: Namespace, bench: Bench) -> None:
                 target=GROWTH_MAX if residents == sizes[-1] else None,
             )
             flat = flat or sum(costs)
+        if name == "adaptive":
+            _record_shadows(bench, sizes)
+
+
+def _record_shadows(bench: Bench, sizes: Sequence[int]) -> None:
+    """What the shadow caches of `adaptive` add to an access, and the longest step when it changes its order."""
+    from lmcache_policies.adaptive import AdaptivePolicy
+
+    for residents in sizes:
+        policies = [AdaptivePolicy(), AdaptivePolicy()]
+        filled = [_filled(policy, residents) for policy in policies]
+        policies[0].sample.mask = (1 << 62) - 1  # none of its keys is in the sample
+        times: tuple[list[float], list[float]] = ([], [])
+        rng = random.Random(residents)
+        with _frozen():
+            for _ in range(BATCHES):
+                chosen = rng.sample(range(residents), BATCH_ENTRIES)
+                for policy, entries, taken in zip(policies, filled, times, strict=True):
+                    taken.append(_timed(policy.access, [entries[at] for at in chosen]))
+            plain, shadowed = (median(each) / BATCH_ENTRIES * 1e6 for each in times)
+            steps = []
+            policy = policies[1]
+            for order in range(len(policy.sample.orders)):
+                policy.order = order
+                steps.append(_timed(policy.victims, BATCH_ENTRIES))
+        bench.record(f"adaptive access with shadows, {residents:,} residents", shadowed, "us", floor=plain)
+        bench.record(f"adaptive, longest step at a change of order, {residents:,} residents", max(steps) * 1e3, "ms")
 
 
 def _needs_settings(registry: Registry, name: str) -> bool:
@@ -89,39 +116,46 @@ def _needs_settings(registry: Registry, name: str) -> bool:
 
 
 def _measure(policy: EvictionPolicy, residents: int) -> _Costs:
-    from lmcache_core.limits import KEY_BYTES
-    from lmcache_lab.simulation import SimulatedEntry
-
     rng = random.Random(residents)
-
-    def entry(number: int) -> SimulatedEntry:
-        return SimulatedEntry(number.to_bytes(KEY_BYTES, "big"), 1, number % NAMESPACES)
-
-    policy.resize(residents)
-    entries = [entry(number) for number in range(residents)]
     insert: list[float] = []
     access: list[float] = []
     evict: list[float] = []
     hold: list[float] = []
+    entries = _filled(policy, residents)
     with _frozen():
-        for batch in _batches(entries):
-            policy.insert(batch)
         for _ in range(BATCHES):
             used = rng.sample(entries, BATCH_ENTRIES)
             access.append(_timed(policy.access, used))
             hold.append(_timed(policy.held, used) + _timed(policy.released, used))
         for start in range(residents, residents + BATCHES * BATCH_ENTRIES, BATCH_ENTRIES):
-            fresh = [entry(number) for number in range(start, start + BATCH_ENTRIES)]
+            fresh = [_entry(number) for number in range(start, start + BATCH_ENTRIES)]
             evict.append(_timed(_evict, policy))
             insert.append(_timed(policy.insert, fresh))
     return _Costs(*(median(times) / BATCH_ENTRIES * 1e6 for times in (insert, access, evict, hold)))
+
+
+def _filled(policy: EvictionPolicy, residents: int) -> list[SimulatedEntry]:
+    """It has capacity for so many entries, and has these."""
+    policy.resize(residents)
+    entries = [_entry(number) for number in range(residents)]
+    with _frozen():
+        for batch in _batches(entries):
+            policy.insert(batch)
+    return entries
+
+
+def _entry(number: int) -> SimulatedEntry:
+    from lmcache_core.limits import KEY_BYTES
+    from lmcache_lab.simulation import SimulatedEntry
+
+    return SimulatedEntry(number.to_bytes(KEY_BYTES, "big"), 1, number % NAMESPACES)
 
 
 def _evict(policy: EvictionPolicy) -> None:
     policy.remove(policy.victims(BATCH_ENTRIES))
 
 
-def _timed(call: Callable[[Any], None], argument: Any) -> float:
+def _timed(call: Callable[[Any], object], argument: Any) -> float:
     """Seconds of one call."""
     begun = perf_counter()
     call(argument)
