@@ -24,7 +24,9 @@ from proving import GREEDY, plain  # noqa: E402  # they need torch
 from tiny_models import VOCABULARY, tiny_config, tiny_model  # noqa: E402
 
 from lmcache_transformers import Blending, CachedGenerator  # noqa: E402
+from lmcache_transformers.blend.attention import paid_to  # noqa: E402
 from lmcache_transformers.blend.certificate import Step, deviation_max, steps_of  # noqa: E402
+from lmcache_transformers.blend.conditions import Conditions, covering  # noqa: E402
 from lmcache_transformers.blend.deviation import chosen, deviations, second_layer  # noqa: E402
 from lmcache_transformers.blend.forward import add_kept, blend_into, compute, compute_chunk  # noqa: E402
 from lmcache_transformers.blend.support import rope_of  # noqa: E402
@@ -56,9 +58,7 @@ def made(name: str, **changes: object) -> Any:
 def certificate(tmp_path: Path, of: Any, share: float = 0.25, **changes: Any) -> Path:
     """As `lmcache-core quality --blend` writes it."""
     row = {
-        "lossy": [
-            ["blend", {"format": 1, "share": share, "chunk_tokens": CHUNK, "first_tokens": 4, "behind_prefix": 1}]
-        ],
+        "lossy": Conditions(share, 16, 64, len(HEAD)).lossy(),
         "divergence": {"mean": 0.01, "deviation": 0.0},
         "agreement": {"mean": 1.0, "deviation": 0.0},
         "steps": [{"deviation": 100.0, "divergence": 0.01}],
@@ -253,7 +253,7 @@ def test_without_a_certificate_that_does_nothing_blends(client: Client, tmp_path
     options: dict[str, Any] = {"model_name": "tiny", "reuse": "blend", "blending": Blending(0.25, HEAD, **CHUNK_SIZES)}
     with pytest.raises(SettingsError, match="needs a certificate") as raised:
         CachedGenerator(model, None, client, **options)
-    assert "lmcache-core quality MODEL --blend 0.25 --chunk-tokens 32 --certificate" in raised.value.cure
+    assert "lmcache-core quality MODEL --blend 0.25 --chunk-tokens 16 32 64 --certificate" in raised.value.cure
     row = json.loads(certificate(tmp_path, model).read_text())["chains"][0]
     for changes, words in (
         ({"chains": []}, "certifies nothing"),
@@ -390,6 +390,87 @@ def test_a_certificate_holds_up_to_the_first_step_that_diverges_too_much() -> No
     assert steps == [Step(0.4, pytest.approx(0.02)), Step(0.9, pytest.approx(0.07))]
     assert [deviation_max(steps, each) for each in (0.01, 0.05, 0.1)] == [0.0, 0.4, pytest.approx(0.9)]
     assert deviation_max([Step(0.1, float("nan")), Step(0.2, 0.0)], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_what_a_question_looks_at_is_what_the_model_says(name: str, attention: str) -> None:
+    model = made(name)
+    model.set_attn_implementation("eager")
+    geometry, tokens = geometry_of(model), [*HEAD, *DOCUMENTS[0], *QUESTION]
+    base, end = len(HEAD), len(HEAD) + CHUNK
+    with torch.no_grad():
+        attentions = model(torch.tensor([tokens]), output_attentions=True, use_cache=False).attentions
+    wanted = sum(each[0, :, end:, base:end].sum(dim=(0, 1)) for each in attentions[len(attentions) // 3 :])
+    model.set_attn_implementation(attention)
+    whole, prefix = cache_with_room(geometry, end), cache_with_room(geometry, base)
+    compute(model, whole, tokens[:end])
+    compute(model, prefix, HEAD)
+    rooms = [room for room in rooms_of(whole) if room is not None]
+    backwards = torch.arange(end - 1, base - 1, -1)  # the order in which tokens are held makes no difference
+    layers = [(each.keys[0][:, backwards], each.values[0][:, backwards]) for each in rooms]
+    found = paid_to(model, geometry, prefix, backwards, layers, QUESTION, end)
+    assert torch.allclose(found.flip(0), wanted, rtol=1e-3, atol=1e-5)
+    assert prefix.get_seq_length() == base
+
+
+def test_attention_that_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Llama")
+
+    def by_itself(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        heads = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(heads, 1).transpose(-2, -1) * named["scaling"]
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(key.shape[2] - query.shape[2] + 1)
+        weights = (scores.masked_fill(later, -torch.inf) if mask is None else scores + mask).exp()
+        found = weights / weights.sum(dim=-1, keepdim=True) @ value.repeat_interleave(heads, 1)
+        return found.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("by_itself", by_itself)
+    model.config._attn_implementation = "by_itself"
+    with pytest.raises(UsageError, match="0 calls of attention were seen in 2 layers"):
+        rope_of(model, geometry_of(model))
+
+
+def test_certificates_cover_chunks_between_those_that_were_measured() -> None:
+    measured = [Conditions(0.15, size, size, 32) for size in (64, 256, 1024)] + [Conditions(0.5, 1, 2048, 32)]
+
+    def sizes(shortest: int, longest: int, prefix_tokens: int = 32, share: float = 0.15) -> list[int]:
+        found = covering(Conditions(share, shortest, longest, prefix_tokens), measured)
+        return [each.longest for each in found]
+
+    assert sizes(64, 1024) == [64, 256, 1024]
+    assert sizes(256, 256, 50) == [256]
+    assert sizes(300, 300) == [256, 1024]
+    assert sizes(63, 256) == sizes(64, 1025) == sizes(64, 64, 31) == sizes(64, 64, 32, 0.2) == []
+    assert sizes(64, 1024, share=0.5) == [2048]
+    for wrong in (
+        [],
+        [("int8", {})],
+        [*measured[0].lossy(), ("int8", {})],
+        [("blend", {**measured[0].lossy()[0][1], "format": 1})],
+        [("blend", {**measured[0].lossy()[0][1], "first_tokens": 5})],
+        [("blend", {**measured[0].lossy()[0][1], "longest": "64"})],
+        [("blend", {**measured[0].lossy()[0][1], "longest": 64.5})],
+        [("blend", {**measured[0].lossy()[0][1], "more": 1})],
+        [("blend", {"format": 2, "first_tokens": 4})],
+    ):
+        assert Conditions.read(wrong) is None
+    assert [Conditions.read(each.lossy()) for each in measured] == measured
+
+
+def test_chunks_of_lengths_that_nobody_measured_are_computed(client: Client, tmp_path: Path) -> None:
+    model = made("Llama")
+    row = json.loads(certificate(tmp_path, model).read_text())["chains"][0]
+    rows = [row | {"lossy": Conditions(0.25, size, size, len(HEAD)).lossy()} for size in (CHUNK, 64)]
+    with pytest.raises(SettingsError, match="certifies"):
+        blending(client, model, certificate(tmp_path, model, chains=rows))
+    generator = blending(client, model, certificate(tmp_path, model, chains=rows), minimum=CHUNK)
+    short = DOCUMENTS[1][: CHUNK - 1]  # what is left of a document is a chunk, however short
+    assert generator.store_documents([DOCUMENTS[0], DOCUMENTS[2], short]) == 2
+    everything = blending(client, model, certificate(tmp_path, model))
+    assert everything.store_documents([short]) == 1
+    prompt = generator.prompt(HEAD, [short, DOCUMENTS[2], DOCUMENTS[0]], QUESTION)
+    assert generator.generate(prompt, **GREEDY).blended[0][:4] == (0, CHUNK * 3 // 2, CHUNK // 2, "")
 
 
 @pytest.mark.parametrize("moment", ["killed", "evicted", "without a server"])

@@ -123,8 +123,8 @@ def test_a_certificate_of_blending_is_what_generators_demand(
     assert [(part["kind"], part["prompts"]) for part in rows[0]["parts"]] == [("own", 2)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def make(share: float, of: Any = model, head: tuple[int, ...] = (1,), **limits: float) -> CachedGenerator:
-        how = Blending(share, head, minimum=8, mean=16, maximum=32, **limits)
+    def make(share: float, of: Any = model, head: int = 6, longest: int = 16, **limits: float) -> CachedGenerator:
+        how = Blending(share, tuple(range(head)), minimum=8, mean=16, maximum=longest, **limits)
         return CachedGenerator(of, None, client, certificate=file, reuse="blend", blending=how)
 
     make(1.0)
@@ -133,8 +133,11 @@ def test_a_certificate_of_blending_is_what_generators_demand(
         make(0.25, divergence_max=1e-9)
     with pytest.raises(SettingsError, match="certifies"):
         make(0.5)
+    make(1.0, head=9)
     with pytest.raises(SettingsError, match="certifies"):
-        make(1.0, head=())  # it was measured behind a prefix, which takes what all tokens attend to
+        make(1.0, head=5)  # it was measured behind six tokens, which take what all others attend to
+    with pytest.raises(SettingsError, match="certifies"):
+        make(1.0, longest=17)
     with pytest.raises(UsageError, match="is for KV in float32"):
         make(1.0, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
     other = tmp_path / "revision"
@@ -145,6 +148,50 @@ def test_a_certificate_of_blending_is_what_generators_demand(
         make(1.0, transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval())
 
 
+def test_a_measurement_goes_on_where_it_was_killed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lmcache_blend._native", reason="built without C")
+    from lmcache_transformers.quality.blending import Trial
+
+    words, prompts, file = TEXT.split(), tmp_path / "prompts.jsonl", tmp_path / "outcomes.jsonl"
+    lines = [{"documents": [" ".join(words[at : at + 40])] * 2, "question": words[at]} for at in range(3)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--chunk-tokens", "8", "16", "--prompts", str(prompts), "--answer", "2", "--outcomes", str(file)]
+    runs, run = [], Trial.run
+
+    def counted(self: Trial, cut: Any, shares: Any) -> Any:
+        runs.append(cut)
+        if len(runs) == 4:
+            raise MemoryError
+        return run(self, cut, shares)
+
+    monkeypatch.setattr(Trial, "run", counted)
+    quality_of = ["quality", str(folder), *options, "--blend", "0.25", "--json"]
+    with pytest.raises(MemoryError):
+        main(quality_of)
+    assert file.read_bytes().count(b"\n") == 3
+    file.write_bytes(file.read_bytes() + b'{"digest": "torn')  # as of a process that was killed while it wrote
+    capsys.readouterr()
+    assert main(quality_of) == 0
+    assert len(runs) == 4 + 3
+    first = json.loads(capsys.readouterr().out)["chains"]
+    assert [row["prompts"] for row in first] == [3, 3]
+    assert main(quality_of) == 0
+    assert len(runs) == 7
+    assert json.loads(capsys.readouterr().out)["chains"] == first
+    assert main([*quality_of, "--prefix-tokens", "2"]) == 0  # something else is measured, from the beginning
+    assert len(runs) == 13
+    row = json.loads(capsys.readouterr().out)["chains"][0]
+    assert row["lossy"][0][1]["prefix_tokens"] == 2
+    assert row["divergence"] != first[0]["divergence"]
+    assert main([*quality_of, "--prefix-tokens", "99"]) != 0
+    assert "a prompt begins with 6 tokens" in capsys.readouterr().err
+    file.write_bytes(b"no line of ours\n" + file.read_bytes())
+    assert main(quality_of) != 0
+    assert "line 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -152,6 +199,7 @@ def test_a_certificate_of_blending_is_what_generators_demand(
         (["--serde", "int8"], "give --document"),
         (["--blend", "0.1", "--prompts", "none.jsonl"], "none.jsonl cannot be read"),
         (["--blend", "0.1", "--chunk-tokens", "4096"], "no prompt with chunks of 4096 tokens fits"),
+        (["--blend", "0.1", "--chunk-tokens", "8", "--outcomes", "/nowhere/file"], "/nowhere/file cannot be written"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

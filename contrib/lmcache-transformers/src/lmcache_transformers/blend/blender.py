@@ -13,7 +13,8 @@ import torch
 from lmcache_core import Status
 from lmcache_core.errors import UsageError
 from lmcache_transformers.blend.certificate import certified
-from lmcache_transformers.blend.deviation import chosen, deviations, second_layer
+from lmcache_transformers.blend.conditions import Conditions
+from lmcache_transformers.blend.deviation import look
 from lmcache_transformers.blend.forward import blend_into, compute, compute_chunk
 from lmcache_transformers.blend.support import rope_of
 from lmcache_transformers.chunks import layout_of
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 Marks = Sequence[tuple[int, int]]
 DIVERGENCE_MAX = 0.05  # nats a token: about what recomputing every seventh token costs a small model
 AGREEMENT_MIN = 0.9
-FIRST_TOKENS = 4  # of each chunk: those that took it for the beginning of a text
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,10 @@ class Blending:
             if not getattr(self, name) >= 0:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: give a number from 0 on")
 
-    def described(self) -> tuple[str, dict[str, str | int | float]]:
-        """Name and parameters, as a certificate has them."""
-        return described(self.share, self.mean, len(self.prefix_tokens))
-
-
-def described(share: float, chunk_tokens: int, prefix_tokens: int) -> tuple[str, dict[str, str | int | float]]:
-    """Name and parameters of blending, as a certificate has them: `chunk_tokens` of a chunk on average. Of the prefix
-    only whether there is one counts: without it, the first tokens of each chunk are what all others attend to."""
-    return "blend", {
-        "format": 1,
-        "share": float(share),
-        "chunk_tokens": chunk_tokens,
-        "first_tokens": FIRST_TOKENS,
-        "behind_prefix": int(prefix_tokens > 0),
-    }
+    @property
+    def conditions(self) -> Conditions:
+        """Which a certificate has to cover."""
+        return Conditions(self.share, self.minimum, self.maximum, len(self.prefix_tokens))
 
 
 class Blended(NamedTuple):
@@ -100,7 +89,7 @@ class Blender:
         self._prefixes, self._model = prefixes, model
         self._geometry: Geometry = prefixes.geometry
         rope = rope_of(model, self._geometry)
-        self._deviation_max = certified(prefixes.plain, certificate, blending)
+        self._covered = certified(prefixes.plain, certificate, blending)
         namespace = prefixes.plain
         space = ChunkSpace(
             namespace.model,
@@ -121,6 +110,8 @@ class Blender:
         found = self._find(tokens, marks, 0)
         stored = 0
         for missing in found.missing:
+            if not self._covered.holds(missing.span.end - missing.span.first):
+                continue
             part = tokens[missing.span.first : missing.span.end]
             layers = compute_chunk(self._model, self._geometry, self._head(), part)
             stored += self._chunks.store([missing], [layers]).count(Status.STORED)
@@ -132,7 +123,7 @@ class Blender:
         start, last = prefix.get_seq_length(), len(tokens) - 1
         inner = None if marks is None else [(first, min(end, last)) for first, end in marks if first < last]
         found = self._find(tokens[:last], inner, start)
-        matches, staged = self._read(found.matches)
+        matches, staged = self._read([each for each in found.matches if self._covered.holds(each.offset + each.tokens)])
         if not matches:
             return Blended(start, 0, 0, "no chunk behind the prefix is stored")
         moved = torch.cat([torch.full((each.tokens,), not each.exact) for each in matches])
@@ -140,20 +131,17 @@ class Blender:
         again = torch.zeros_like(moved)
         deviation = 0.0
         if bool(moved.any()):
-            keys, values = second_layer(self._model, self._geometry, prefix, tokens[start : int(places[-1]) + 1])
-            rows = places - start
-            measured = deviations(keys[:, rows].cpu(), values[:, rows].cpu(), *staged[1])
             begins = accumulate((each.tokens for each in matches), initial=0)
             starts = [at for at, each in zip(begins, matches, strict=False) if not each.exact]
-            again = chosen(measured, starts, self.blending.share, FIRST_TOKENS)
-            deviation = 0.0 if bool(again.all()) else float(measured[~again].mean())
-            if not deviation <= self._deviation_max:
+            looked = look(self._model, self._geometry, prefix, tokens, places, staged, starts)
+            again, deviation = looked.choose(self.blending.share)
+            if not deviation <= self._covered.deviation_max:
                 return Blended(
                     start,
                     0,
                     0,
                     f"the kept tokens deviate by {deviation:.3f} in the second layer, and the certificate holds up to "
-                    f"{self._deviation_max:.3f}",
+                    f"{self._covered.deviation_max:.3f}",
                     deviation,
                 )
         kept = int((~again).sum())

@@ -1,5 +1,6 @@
-"""Which models blend: those whose keys can be moved, and which take a mask by position. Both are tried on the model
-itself, with a few tokens, so that a kind of model, of rotation or of attention that nobody thought of is refused.
+"""Which models blend: those whose keys can be moved, which take a mask by position, and whose attention can be watched.
+All is tried on the model itself, with a few tokens, so that a kind of model, of rotation or of attention that nobody
+thought of is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_core.errors import UsageError
+from lmcache_transformers.blend.attention import paid_to
 from lmcache_transformers.blend.forward import blend_into, compute
 from lmcache_transformers.geometry import cache_argument
 from lmcache_transformers.room import cache_with_room, rooms_of
@@ -116,6 +118,12 @@ def _masked(model: Any, geometry: Geometry) -> str:
             if _apart(got[0, :, len(kept) :], wanted[0][:, new.to(wanted.device)]):
                 attention = getattr(model.config, "_attn_implementation", None)
                 return f"its attention ({attention}) does not follow a mask by position"
+    empty, first = cache_with_room(geometry, 0), _TOKENS - 1
+    layers = [(each.keys[0][:, :first], each.values[0][:, :first]) for each in rooms]
+    try:
+        paid_to(model, geometry, empty, places[:first], layers, tokens[first:], first)
+    except UsageError as error:
+        return str(error)
     return ""
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_core.errors import UsageError
-from lmcache_transformers.blend.blender import FIRST_TOKENS, described
 from lmcache_transformers.blend.certificate import Step, steps_of
-from lmcache_transformers.blend.deviation import chosen, deviations, second_layer
+from lmcache_transformers.blend.conditions import FIRST_TOKENS, FORMAT, Conditions
+from lmcache_transformers.blend.deviation import look
 from lmcache_transformers.blend.forward import Layers, blend_into, compute, compute_chunk
 from lmcache_transformers.geometry import Geometry
 from lmcache_transformers.quality.mean import Mean
+from lmcache_transformers.quality.outcomes import Outcome, Outcomes, Tried
 from lmcache_transformers.quality.prompts import KINDS, Prompt, make_prompts, read_prompts, shipped
 from lmcache_transformers.room import cache_with_room, copy_rooms
 
@@ -26,21 +28,7 @@ if TYPE_CHECKING:
 
     from lmcache_blend import Rope
 
-CHUNKS_KEPT = 256  # of other prompts' documents, in memory
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one prompt at one share. Over the tokens of the question and of the answer: the cosine of the logits; the
-    Kullback-Leibler divergence in nats a token; how often the most likely token is the same. `same_answer`: 1 if greedy
-    generation gives the same tokens, else 0. `deviation`: of the tokens that were kept, in the second layer, on
-    average."""
-
-    cosine: float
-    divergence: float
-    agreement: float
-    same_answer: float
-    deviation: float
+CHUNK_TOKENS_KEPT = 1 << 15  # of other prompts' documents, in memory: a small model has 46 kB for each
 
 
 @dataclass(frozen=True)
@@ -57,13 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class BlendQuality:
-    """Of blending with one share and chunk size. `lossy`: as a certificate names it; `prefix_tokens`: how many stood in
-    front of a chunk when it was computed; `steps`: how the divergence grows with what is measured before the answer;
-    `parts`: by kind of prompt; the others as in `Outcome`, over `prompts` prompts."""
+    """Of blending under some conditions. `lossy`: as a certificate names them; `steps`: how the divergence grows with
+    what is measured before the answer; `parts`: by kind of prompt; the others as in `Outcome`, over `prompts`
+    prompts."""
 
     chain: str
-    lossy: list[tuple[str, Mapping[str, str | int | float]]]
-    prefix_tokens: int
+    lossy: Sequence[tuple[str, Mapping[str, str | int | float]]]
     prompts: int
     cosine: Mean
     divergence: Mean
@@ -101,52 +88,73 @@ def frame_of(tokenizer: Any) -> Frame:
 
 
 def measure_blending(
-    model: Any, tokenizer: Any, geometry: Geometry, rope: Rope, options: argparse.Namespace
+    model: Any, tokenizer: Any, geometry: Geometry, rope: Rope, options: argparse.Namespace, of: str
 ) -> list[BlendQuality]:
-    """All shares and chunk sizes of the options. Raises `UsageError` where no prompt fits the model."""
-    trial = Trial(model, geometry, frame_of(tokenizer), rope, options.answer)
-    found = []
-    for chunk_tokens in options.chunk_tokens:
-        prompts = list(_prompts(options, chunk_tokens, trial.tokens_max))
-        if not prompts:
-            raise UsageError(f"no prompt with chunks of {chunk_tokens} tokens fits the model and the texts")
-        outcomes = []
-        for at, prompt in enumerate(prompts):
-            sys.stderr.write(f"\rchunks of {chunk_tokens} tokens: prompt {at + 1} of {len(prompts)}")
-            outcomes.append(trial.run(prompt, chunk_tokens, options.shares))
+    """All shares and chunk sizes of the options. `of`: what the numbers are of, besides the prompt: model, weights,
+    dtype. Raises `UsageError` where no prompt fits the model."""
+    trial = Trial(model, geometry, frame_of(tokenizer), rope, options.answer, options.prefix_tokens)
+    prompts = _in_turns(options, trial.tokens_max)
+    with Outcomes(options.outcomes) as outcomes:
+        for at, (chunk_tokens, prompt) in enumerate(prompts):
+            sys.stderr.write(f"\rprompt {at + 1} of {len(prompts)}")
+            cut = trial.cut(prompt, chunk_tokens)
+            digest = trial.digest(cut, options.shares, of)
+            if digest not in outcomes:
+                lengths = list(map(len, cut.chunks))
+                documents = prompt.pieces or len(prompt.documents)
+                found = trial.run(cut, options.shares)
+                outcomes.add(Tried(digest, chunk_tokens, prompt.kind, documents, min(lengths), max(lengths), found))
+            outcomes.use(digest)
         sys.stderr.write("\n")
-        for share, of_share in zip(options.shares, zip(*outcomes, strict=True), strict=True):
-            found.append(_quality(share, chunk_tokens, len(trial.head), prompts, of_share))
-    return found
+    return [
+        _quality(share, at, chunk_tokens, trial.prefix_tokens, own)
+        for chunk_tokens in options.chunk_tokens
+        for own in [[each for each in outcomes.used if each.chunk_tokens == chunk_tokens]]
+        for at, share in enumerate(options.shares)
+    ]
 
 
-def _prompts(options: argparse.Namespace, chunk_tokens: int, tokens_max: int) -> Iterator[Prompt]:
+def _in_turns(options: argparse.Namespace, tokens_max: int) -> list[tuple[int, Prompt]]:
+    """The first prompt of each kind and size, then the second ones: so that a measurement that ends early has some of
+    all."""
+    cells: list[list[tuple[int, Prompt]]] = []
+    for chunk_tokens in options.chunk_tokens:
+        own = [[(chunk_tokens, prompt) for prompt in cell] for cell in _cells(options, chunk_tokens, tokens_max)]
+        if not own:
+            raise UsageError(f"no prompt with chunks of {chunk_tokens} tokens fits the model and the texts")
+        cells += own
+    return [each for turn in zip_longest(*cells) for each in turn if each is not None]
+
+
+def _cells(options: argparse.Namespace, chunk_tokens: int, tokens_max: int) -> Iterator[list[Prompt]]:
     if options.prompts is not None:
-        yield from read_prompts(options.prompts)
+        yield read_prompts(options.prompts)
         return
     texts = shipped()
     for documents in options.documents:
-        if documents * chunk_tokens > tokens_max:
+        tokens = documents * chunk_tokens
+        if tokens > tokens_max:
             sys.stderr.write(f"left out: {documents} documents of {chunk_tokens} tokens, more than the model takes\n")
             continue
+        each = options.each if options.each_tokens is None else min(options.each, max(1, options.each_tokens // tokens))
         for kind in KINDS:
             try:
-                yield from make_prompts(texts, kind, options.each, documents, chunk_tokens)
+                yield make_prompts(texts, kind, each, documents, chunk_tokens)
             except UsageError as error:
                 sys.stderr.write(f"left out: {documents} documents of {chunk_tokens} tokens, {kind}: {error}\n")
 
 
-def _quality(
-    share: float, chunk_tokens: int, prefix_tokens: int, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]
-) -> BlendQuality:
+def _quality(share: float, at: int, chunk_tokens: int, prefix_tokens: int, tried: Sequence[Tried]) -> BlendQuality:
+    """`at`: which of the shares it is."""
+    outcomes = [each.outcomes[at] for each in tried]
     groups: dict[tuple[str, int], list[Outcome]] = {}
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        groups.setdefault((prompt.kind, prompt.pieces or len(prompt.documents)), []).append(outcome)
+    for each in tried:
+        groups.setdefault((each.kind, each.documents), []).append(each.outcomes[at])
+    shortest, longest = min(each.shortest for each in tried), max(each.longest for each in tried)
     return BlendQuality(
         f"blend {share:.0%} of {chunk_tokens}",
-        [described(share, chunk_tokens, prefix_tokens)],
-        prefix_tokens,
-        len(prompts),
+        Conditions(share, shortest, longest, prefix_tokens).lossy(),
+        len(outcomes),
         _mean(outcomes, "cosine"),
         _mean(outcomes, "divergence"),
         _mean(outcomes, "agreement"),
@@ -164,40 +172,74 @@ def _mean(outcomes: Sequence[Outcome], name: str) -> Mean:
     return Mean.of([getattr(each, name) for each in outcomes])
 
 
-class Trial:
-    """Measures prompts of one model. Chunks are computed behind the beginning that all prompts share, and kept for the
-    prompts to come."""
+@dataclass(frozen=True)
+class Cut:
+    """A prompt as ids: its documents' chunks, and what stands behind them."""
 
-    def __init__(self, model: Any, geometry: Geometry, frame: Frame, rope: Rope, answer_tokens: int) -> None:
+    chunks: list[list[int]]
+    tail: list[int]
+
+
+class Trial:
+    """Measures prompts of one model. Chunks are computed behind the first `prefix_tokens` tokens (None: all) of the
+    beginning that all prompts share, and kept for the prompts to come."""
+
+    def __init__(
+        self,
+        model: Any,
+        geometry: Geometry,
+        frame: Frame,
+        rope: Rope,
+        answer_tokens: int,
+        prefix_tokens: int | None = None,
+    ) -> None:
         self._model, self._geometry, self._frame, self._rope = model, geometry, frame, rope
         self._answer_tokens = answer_tokens
         self.head = frame.head
-        self._prefix = cache_with_room(geometry, max(1, len(self.head)))
-        if self.head:
-            compute(model, self._prefix, self.head)
+        self.prefix_tokens = len(self.head) if prefix_tokens is None else prefix_tokens
+        if self.prefix_tokens > len(self.head):
+            raise UsageError(f"a prompt begins with {len(self.head)} tokens, and --prefix-tokens is {prefix_tokens}")
+        self._prefix, self._front = self._computed(self.head), self._computed(self.head[: self.prefix_tokens])
         self._chunks: dict[tuple[int, ...], Layers] = {}
+
+    def _computed(self, tokens: Sequence[int]) -> Any:
+        cache = cache_with_room(self._geometry, len(tokens))
+        if tokens:
+            compute(self._model, cache, tokens)
+        return cache
 
     @property
     def tokens_max(self) -> int:
         """Of all documents of a prompt. A question takes less than 256 tokens."""
         return int(getattr(self._model.config, "max_position_embeddings", 1 << 20)) - len(self.head) - 256
 
-    def run(self, prompt: Prompt, chunk_tokens: int, shares: Sequence[float]) -> list[Outcome]:
-        """One outcome for each share. Raises `UsageError` for a prompt that is too long."""
-        head, tail = self.head, self._frame.tail(prompt.question)
-        chunks = prompt.chunks(self._frame.tokenize, chunk_tokens)
+    def cut(self, prompt: Prompt, chunk_tokens: int) -> Cut:
+        """Raises `UsageError` for a prompt that is too long."""
+        cut = Cut(prompt.chunks(self._frame.tokenize, chunk_tokens), self._frame.tail(prompt.question))
+        tokens = sum(map(len, cut.chunks))
+        if tokens > self.tokens_max:
+            raise UsageError(f"the documents of a prompt have {tokens:,} tokens, and the model takes fewer")
+        return cut
+
+    def digest(self, cut: Cut, shares: Sequence[float], of: str) -> str:
+        """Of all that the outcomes depend on."""
+        how = (of, FORMAT, FIRST_TOKENS, self._answer_tokens, self.prefix_tokens, list(map(float, shares)))
+        return hashlib.sha256(repr((*how, self.head, cut.chunks, cut.tail)).encode()).hexdigest()
+
+    def run(self, cut: Cut, shares: Sequence[float]) -> list[Outcome]:
+        """One outcome for each share."""
+        chunks, tail, base = cut.chunks, cut.tail, len(self.head)
         body = [token for each in chunks for token in each]
-        if len(body) > self.tokens_max:
-            raise UsageError(f"the documents of a prompt have {len(body):,} tokens, and the model takes fewer")
         logits, answer = self._in_full(body, tail)
         expected = torch.log_softmax(logits, dim=-1)
         starts = list(accumulate(map(len, chunks[:-1]), initial=0))
-        layers = self._moved(chunks, [len(head) + at for at in starts])
-        keys, values = second_layer(self._model, self._geometry, self._prefix, body)
-        deviation = deviations(keys.cpu(), values.cpu(), *layers[1])
+        layers = self._moved(chunks, [base + at for at in starts])
+        moved = starts if self.prefix_tokens < base else starts[1:]  # the first one may be where it was computed
+        places = torch.arange(base, base + len(body))
+        looked = look(self._model, self._geometry, self._prefix, [*self.head, *body, *tail], places, layers, moved)
         outcomes = []
         for share in shares:
-            again = chosen(deviation, starts[1:], share, FIRST_TOKENS)  # the first one is where it was computed
+            again, deviation = looked.choose(share)
             got = self._blended(body, [*tail, *answer[:-1]], ~again, layers)
             found, best = torch.log_softmax(got, dim=-1), got.argmax(dim=-1)
             outcomes.append(
@@ -206,7 +248,7 @@ class Trial:
                     max(0.0, float((expected.exp() * (expected - found)).sum(dim=-1).mean())),  # not below by rounding
                     float((logits.argmax(dim=-1) == best).float().mean()),
                     float(best[len(tail) - 1 :].tolist() == answer),
-                    0.0 if bool(again.all()) else float(deviation[~again].mean()),
+                    deviation,
                 )
             )
         return outcomes
@@ -228,13 +270,13 @@ class Trial:
         moved = []
         for chunk, start in zip(chunks, starts, strict=True):
             if tuple(chunk) not in self._chunks:
-                while len(self._chunks) >= CHUNKS_KEPT:
+                while self._chunks and sum(map(len, self._chunks)) > CHUNK_TOKENS_KEPT:
                     del self._chunks[next(iter(self._chunks))]
-                self._chunks[tuple(chunk)] = compute_chunk(self._model, self._geometry, self._prefix, chunk)
+                self._chunks[tuple(chunk)] = compute_chunk(self._model, self._geometry, self._front, chunk)
             layers = []
             for keys, values in self._chunks[tuple(chunk)]:
                 there = keys.clone()
-                self._rope.rotate(there, len(self.head), start, token_axis=1)
+                self._rope.rotate(there, self.prefix_tokens, start, token_axis=1)
                 layers.append((there, values))
             moved.append(layers)
         return [

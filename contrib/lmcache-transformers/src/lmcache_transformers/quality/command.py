@@ -94,6 +94,24 @@ def add_command(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="prompts of each number and kind of documents (default: 4)",
     )
     parser.add_argument(
+        "--each-tokens",
+        type=_count(1),
+        metavar="TOKENS",
+        help="of all those prompts together at most: fewer than --each of the long ones, and one at least",
+    )
+    parser.add_argument(
+        "--prefix-tokens",
+        type=_count(0),
+        metavar="N",
+        help="of a prompt's beginning, behind which a document is computed (default: all)",
+    )
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="write what was measured of each prompt to FILE at once; prompts that are in it are not measured again",
+    )
+    parser.add_argument(
         "--answer", type=_count(1), default=12, metavar="TOKENS", help="tokens of an answer to a prompt (default: 12)"
     )
     parser.add_argument("--windows", type=_count(1), default=16, metavar="N", help="windows at most (default: 16)")

@@ -97,19 +97,20 @@ def measure(options: argparse.Namespace) -> Report:
     layout = layout_of(geometry, options.chunk_tokens[0])
     for chain in chains.values():
         chain.encoded_bytes_max(layout)  # refuses a layout that it cannot take, before the first window is computed
+    name, weights = names_of(model, "", "")
     rope, blends = "", []
     if options.shares:
         from lmcache_transformers.blend.support import rope_of
         from lmcache_transformers.quality.blending import measure_blending
 
         moves = rope_of(model, geometry)
-        rope, blends = moves.text, measure_blending(model, tokenizer, geometry, moves, options)
+        of = f"{name} {weights} {options.dtype} {moves.text}"
+        rope, blends = moves.text, measure_blending(model, tokenizer, geometry, moves, options, of)
     windows = []
     if chains:
         text = "\n\n".join(Path(file).read_text(errors="replace") for file in options.document)
         tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
         windows = list(_windows(model, tokens, options))
-    name, weights = names_of(model, "", "")
     return Report(
         format=FORMAT,
         model=name,
