@@ -60,6 +60,7 @@ class ConnectorConfig:
     copy_threads: int = 0
     transfer: str = "engine"
     report_token_ids: bool = True
+    description: str = ""
     unproven_ok: bool = False
 
     @classmethod

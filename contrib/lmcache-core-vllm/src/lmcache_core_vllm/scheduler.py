@@ -24,6 +24,7 @@ from lmcache_core_vllm.lookups import Bounds, Found, Lookup, Question
 from lmcache_core_vllm.messages import Messages
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.planning import Describer
 from lmcache_core_vllm.prefill import Transfer, answer_of, transfer_of
 from lmcache_core_vllm.reports import Reports
 from lmcache_core_vllm.request_params import REFUSED, RequestParams
@@ -108,6 +109,7 @@ class SchedulerSide:
         self._messages = Messages(client)
         self._hints = HintSender(client, groups, clock)
         self._adapters = Adapters(config)
+        self._describer = Describer(config.description)
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
         # whose loads each step waits for; the last one is the next step
         self._step_loads: deque[list[Tracked]] = deque([[]])
@@ -166,6 +168,7 @@ class SchedulerSide:
         """The engine has got a request, of which it has `computed` tokens itself. What the index does not have is asked
         for now, so that tiers load it while the request waits for its turn."""
         tracked = self._tracked(request)
+        self._describer.describe(self.groups, self.namespaces, self._hashing)
         self._pass_on_hints(tracked)
         if (
             tracked.awaits

@@ -131,6 +131,24 @@ class NamespaceOfId(Namespace):
         return self.known_id
 
 
+@dataclass(frozen=True)
+class NamespaceOfDigest(NamespaceOfId):
+    """A namespace of which only the digest is known, for whoever may have keys and not the salt: keys can be derived in
+    it."""
+
+    known_digest: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, digest: bytes, layout: Layout) -> NamespaceOfDigest:
+        """The namespace with this digest."""
+        number = int.from_bytes(digest[:8], "little")
+        return cls(f"{number:016x}", layout, known_id=number, known_digest=digest)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return self.known_digest
+
+
 def namespace_of_id(namespace_id: int, layout: Layout) -> NamespaceOfId:
     """The namespace with this id, as a tier's key or a peer names it."""
     return NamespaceOfId(f"{namespace_id:016x}", layout, known_id=namespace_id)

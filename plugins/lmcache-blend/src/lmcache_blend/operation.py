@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from lmcache_blend.chunks import Chunks
@@ -28,22 +26,11 @@ from lmcache_core import Client, Layout
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import CALL_TIMEOUT_S
 from lmcache_core.server.operation import OperationContext, ServerOperation
-from lmcache_core.tokens.namespace import NamespaceOfId
+from lmcache_core.tokens.namespace import NamespaceOfDigest
 
 OPERATION = "blend"
 SPACES_MAX = 64  # registered: each has some hundred namespaces at most
 PLANNERS_MAX = 8  # of all spaces, by what prefixes depend on besides: each may remember 10 MB of counts
-
-
-@dataclass(frozen=True)
-class NamespaceOfDigest(NamespaceOfId):
-    """A namespace of which only the digest is known: keys can be derived in it."""
-
-    known_digest: bytes = b""
-
-    @cached_property
-    def digest(self) -> bytes:
-        return self.known_digest
 
 
 class BlendOperation(ServerOperation):
@@ -155,9 +142,7 @@ def _space_of(call: RegisterRope) -> ChunkSpace:
 
 
 def _namespace_of(objects: Objects) -> NamespaceOfDigest:
-    digest, layout = bytes.fromhex(objects.digest), Layout.from_text(objects.layout)
-    number = int.from_bytes(digest[:8], "little")
-    return NamespaceOfDigest(f"{number:016x}", layout, known_id=number, known_digest=digest)
+    return NamespaceOfDigest.of(bytes.fromhex(objects.digest), Layout.from_text(objects.layout))
 
 
 def _hex(keys: Sequence[bytes]) -> list[str]:

@@ -6,7 +6,8 @@ import hashlib
 import heapq
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,52 @@ DOCUMENTS_MAX = 256  # of one prompt: a step looks at each, so the work grows wi
 STEPS_PER_DOCUMENT = 4  # each looks at all documents that are left; a greedy walk takes one
 SEEN_MAX = 65_536  # documents: about 10 MB. Then counts are halved, and single ones forgotten
 _Words = npt.NDArray[np.uint32]
+
+
+class Prefixes(Protocol):
+    """How somebody stores prefixes: in chunks of `chunk_tokens` tokens, each with a name that stands for all before it,
+    too. `lmcache_core_vllm.planning` has one for an engine's blocks."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of a chunk."""
+        ...
+
+    def register(self, client: Client) -> None:
+        """So that the index can be searched without a call. Called for each plan."""
+        ...
+
+    def names(self, words: npt.NDArray[np.uint32], previous: bytes | None) -> list[bytes]:
+        """One for each whole chunk of these tokens, behind the chunk of the name `previous`; None: at the beginning."""
+        ...
+
+    def stored(self, client: Client, names: Sequence[bytes]) -> int:
+        """How many of the first ones are stored, by the index."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeyedPrefixes:
+    """Prefixes under the keys of `chunk_keys`."""
+
+    namespace: Namespace
+    chunk_tokens: int = CHUNK_TOKENS
+    extra: bytes = b""
+
+    def register(self, client: Client) -> None:
+        """With the server that is there now."""
+        client.register_layout(self.namespace)
+
+    def names(self, words: npt.NDArray[np.uint32], previous: bytes | None) -> list[bytes]:
+        """The keys themselves."""
+        if previous is None:
+            extra = self.extra if len(words) else b""
+            return chunk_keys(words, self.namespace, self.chunk_tokens, extra=extra)
+        return chunk_keys(words, self.namespace, self.chunk_tokens, previous=previous)
+
+    def stored(self, client: Client, names: Sequence[bytes]) -> int:
+        """Not by `lookup`, which would count each branch as a lookup in the server's figures."""
+        return int(client.lookup_many([(self.namespace, names)], unit_tokens=1, ask=False).tokens)
 
 
 class Plan(NamedTuple):
@@ -47,17 +94,22 @@ class _Branch(NamedTuple):
 class Planner:
     """Plans prompts of one namespace of prefixes, through one client. Any number of threads may use it.
 
-    `prefixes`: where the prefixes are; `chunk_tokens` and `extra`: as they were stored with. Only the pool's index is
-    searched: what lies on a tier alone counts as not stored.
+    `prefixes`: where the prefixes are; `chunk_tokens` and `extra`: as they were stored with; or, in place of all three,
+    how somebody else stores them. Only the pool's index is searched: what lies on a tier alone counts as not stored.
     """
 
     def __init__(
-        self, client: Client, prefixes: Namespace, chunk_tokens: int = CHUNK_TOKENS, *, extra: bytes = b""
+        self,
+        client: Client,
+        prefixes: Namespace | Prefixes,
+        chunk_tokens: int = CHUNK_TOKENS,
+        *,
+        extra: bytes = b"",
     ) -> None:
         self.client = client
-        self.prefixes = prefixes
-        self.chunk_tokens = chunk_tokens
-        self.extra = extra
+        self.prefixes: Prefixes = (
+            KeyedPrefixes(prefixes, chunk_tokens, extra) if isinstance(prefixes, Namespace) else prefixes
+        )
         self._seen = _Seen()
 
     def plan(self, system: Tokens, documents: Sequence[Tokens], question: Tokens = ()) -> Plan:
@@ -68,7 +120,7 @@ class Planner:
         """
         if len(documents) > DOCUMENTS_MAX:
             raise UsageError(f"{len(documents)} documents in one prompt, and the limit is {DOCUMENTS_MAX}")
-        self.client.register_layout(self.prefixes)  # with the server that is there now: the index is searched by it
+        self.prefixes.register(self.client)
         parts = [words_of(each) for each in documents]
         start, last = words_of(system), words_of(question)
         tokens = len(start) + sum(map(len, parts)) + len(last)
@@ -89,7 +141,7 @@ class Planner:
         order = (*ends.order, *self._rest(parts, ends.order))
         whole = np.concatenate([start, *(parts[at] for at in order), last])
         (reached,) = self._extended(_Branch((), 0, None, whole[:0]), [(None, whole)])
-        return Plan(order, reached.branch.chunks * self.chunk_tokens, tokens, steps, branches)
+        return Plan(order, reached.branch.chunks * self.prefixes.chunk_tokens, tokens, steps, branches)
 
     def _rest(self, parts: Sequence[_Words], chosen: Sequence[int]) -> list[int]:
         counts = self._seen.count([hashlib.sha256(part.data).digest() for part in parts])
@@ -101,21 +153,12 @@ class Planner:
         reached = []
         for number, words in steps:
             text = np.concatenate([branch.rest, words]) if len(branch.rest) else words
-            keys = self._keys(text, branch.key)
-            hits = self._hits(keys) if keys else 0
+            keys = self.prefixes.names(text, branch.key)
+            hits = self.prefixes.stored(self.client, keys) if keys else 0
             order = branch.order if number is None else (*branch.order, number)
-            rest, last = text[len(keys) * self.chunk_tokens :], keys[-1] if keys else branch.key
+            rest, last = text[len(keys) * self.prefixes.chunk_tokens :], keys[-1] if keys else branch.key
             reached.append(_Reached(_Branch(order, branch.chunks + hits, last, rest), hits == len(keys)))
         return reached
-
-    def _keys(self, words: _Words, previous: bytes | None) -> list[bytes]:
-        if previous is None:
-            return chunk_keys(words, self.prefixes, self.chunk_tokens, extra=self.extra if len(words) else b"")
-        return chunk_keys(words, self.prefixes, self.chunk_tokens, previous=previous)
-
-    def _hits(self, keys: Sequence[bytes]) -> int:
-        """Not by `lookup`, which would count each branch as a lookup in the server's figures."""
-        return int(self.client.lookup_many([(self.prefixes, keys)], unit_tokens=1, ask=False).tokens)
 
 
 class _Reached(NamedTuple):
