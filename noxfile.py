@@ -33,7 +33,7 @@ OWN_SESSIONS = """contrib/deploy contrib/examples contrib/lmcache-core-vllm/test
     tests/site tests/soak plugins/lmcache-redis plugins/lmcache-s3"""
 ELSEWHERE = [f"--ignore={path}" for path in OWN_SESSIONS.split()]
 BENCHES = ["rpc", "copy", "pages", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
-HOSTS = ["lmcache", "sglang", "vllm"]
+HOSTS = ["lmcache", "mlperf", "sglang", "vllm"]
 MATRIX = ["disk", "block", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "s3-moto", "s3-radosgw"]
 
 
@@ -122,7 +122,7 @@ def vllm(session: nox.Session) -> None:
 @nox.parametrize("name", HOSTS, ids=HOSTS)
 def host(session: nox.Session, name: str) -> None:
     """Our tiers in another host's own classes, with kills, hangs and damage. vLLM's environment has 3.5 GB; in it,
-    objects go from one host to the other."""
+    objects go from one host to the other. LMCACHE_CORE_MLPERF names the folder of MLPerf's benchmark."""
     variables = environments.install_host(session, name)
     if variables is not None:
         across = ["contrib/lmcache-hosts/tests/hosts/test_across.py"] if name == "vllm" else []

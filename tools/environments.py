@@ -215,16 +215,20 @@ def has_vllm(session: nox.Session) -> bool:
 
 def install_host(session: nox.Session, name: str) -> dict[str, str] | None:
     """What the shim of one host is proved in, and the variables for its tests; None where it cannot be built. LMCache's
-    wheel comes without what it asks for, SGLang's is only read. With vLLM there are all three."""
+    wheel comes without what it asks for, SGLang's is only read. With vLLM there are all three. MLPerf's benchmark is a
+    folder of a checkout."""
+    if name == "mlperf" and "LMCACHE_CORE_MLPERF" not in os.environ:
+        session.warn("LMCACHE_CORE_MLPERF names no folder with MLPerf Storage's KV-cache benchmark: nothing was proved")
+        return None
     if name == "vllm":
         if not has_vllm(session):
             return None
     else:
         constrain(session, pins=CONSTRAINTS_VLLM)
     install(session, "hosts", tests_of=("hosts",), groups=("test", "hosts"), native="require")
-    if name != "sglang":
+    if name in ("lmcache", "vllm"):
         session.install("-q", "--no-deps", *group("lmcache"))
-    return sglang_wheel(session) if name != "lmcache" else {}
+    return sglang_wheel(session) if name in ("sglang", "vllm") else {}
 
 
 def sglang_wheel(session: nox.Session) -> dict[str, str]:

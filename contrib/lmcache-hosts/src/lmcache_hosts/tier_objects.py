@@ -191,7 +191,8 @@ class TierObjects:
         return {"counts": dict(self.counts), "closed": self._ended, "tier": box[0] if box else {}}
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Store what waits, for so long at most; then every open request is answered no. Idempotent."""
+        """Store what waits, and delete what was removed, for so long at most; then every open request is answered no.
+        Idempotent."""
         if self._is_forked():
             return
         with self._wakeup:
@@ -286,7 +287,7 @@ class TierObjects:
         if self._close_by is None:
             return False
         self.tier.hurries = True
-        waits = self._arrivals and self.tier.takes_stores
+        waits = (self._arrivals and self.tier.takes_stores) or self.tier.owes_deletes
         return not (self._inbox or self._posted or waits) or self._clock.read() >= self._close_by
 
     def _end(self) -> None:
