@@ -7,13 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gate import content, key, room, stored
 
 from lmcache_core.threads import started
 from lmcache_hosts import server_objects
-from lmcache_hosts.server_objects import ServerObjects
+from lmcache_hosts.server_objects import THREADS, ServerObjects
 from lmcache_testing.embedded import NAMELESS, embedded_server
 from lmcache_testing.waiting import until
 
@@ -79,6 +80,51 @@ def test_close_answers_who_asks_meanwhile_and_ends_every_thread(late: LateStart,
     until(lambda: not any(thread.is_alive() for thread in late.threads), "the end of every thread", 20)
     assert objects.find([key(1)]).result() == [False]
     assert objects.status()["closed"]
+
+
+def test_close_has_one_deadline_for_its_threads_and_its_session(
+    objects: ServerObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, allowed, ended = threading.Event(), list[float](), list[bool]()
+    join, close, lookup = threading.Thread.join, objects.client.close, objects.client.lookup
+
+    def held(*args: Any, **options: Any) -> object:
+        go.wait()
+        return lookup(*args, **options)
+
+    def noted_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if timeout is not None:
+            allowed.append(timeout)
+        join(thread, timeout)
+
+    def noted_close(timeout_s: float) -> None:
+        allowed.append(timeout_s)
+        close(timeout_s)
+
+    monkeypatch.setattr(objects.client, "lookup", held)
+    monkeypatch.setattr(objects.client, "close", noted_close)
+    requests = [objects.find([key(1)], lambda _: ended.append(True)) for _ in range(THREADS + 3)]
+    until(lambda: objects._calls.qsize() == 3, "a call on each thread")
+    monkeypatch.setattr(threading.Thread, "join", noted_join)
+    objects.close(drain_s=0.2)
+    monkeypatch.undo()
+    assert len(allowed) == THREADS + 1
+    assert sum(allowed) <= 0.2
+    assert len(ended) == 3, "what had not begun was left without an answer"
+    go.set()
+    assert [each.result() for each in requests] == [[False]] * (THREADS + 3)
+    until(lambda: not any(each.is_alive() for each in objects._threads), "the threads to end")
+
+
+def test_a_callback_of_a_host_may_close_its_objects(objects: ServerObjects) -> None:
+    closed = threading.Event()
+
+    def close(answers: object) -> None:
+        objects.close()
+        closed.set()
+
+    objects.find([key(1)], close)
+    until(closed.is_set, "the callback to return")
 
 
 def test_a_child_forked_while_a_thread_asks_gets_misses(late: LateStart, objects: ServerObjects) -> None:

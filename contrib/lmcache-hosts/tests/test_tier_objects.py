@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tier_over
@@ -245,6 +245,74 @@ def test_an_error_at_the_beginning_is_a_no_and_leaves_nothing(objects: TierObjec
         assert request.result() == [False, False]
     assert objects.store([stored(1)]).result() == [True]
     assert objects.load([room(1)[1]]).result() == [True]
+
+
+@pytest.mark.parametrize(
+    "place", ["make_room", "stores_allowed", "accounting.fits", "order.hung", "order.submit", "accounting.reserve"]
+)
+def test_an_error_while_stores_are_given_to_the_lanes_is_an_answer_for_those_alone(
+    objects: TierObjects, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    *path, name = place.split(".")
+    part = getattr(objects.tier, path[0]) if path else objects.tier
+    work, faults = getattr(part, name), [RuntimeError("a fault of ours, or of a policy")]
+
+    def failing(*args: object) -> object:
+        if faults:
+            raise faults.pop()
+        return work(*args)
+
+    with busy(objects):
+        request = objects.store([stored(number) for number in range(4)])
+        monkeypatch.setattr(part, name, failing)
+    until(lambda: request.done, "an answer for each")  # long before the deadline of the stores
+    assert not faults
+    assert objects.store([stored(number) for number in range(4)]).result() == [True] * 4, "joined a dead store"
+    assert not objects._arrivals
+
+
+def test_a_failed_probe_of_ours_leaves_the_breaker_to_the_next_one(
+    objects: TierObjects, adapter: GatedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaker, submit = objects.tier.health.stores, objects.tier.order.submit
+    faults = [RuntimeError("a fault of ours")]
+
+    def failing(*args: Any) -> bool:
+        if faults:
+            raise faults.pop()
+        return submit(*args)
+
+    with busy(objects):
+        request = objects.store([stored(1)])
+        breaker.failed(objects.tier.clock.now, "the medium failed", at_once=True)
+        breaker.came_back(objects.tier.clock.now)
+        monkeypatch.setattr(objects.tier.order, "submit", failing)
+    assert request.result() == [False]
+    assert not faults
+    until(lambda: objects.store([stored(1)]).result()[0], "another probe to close the breaker")
+
+
+def test_a_callback_of_a_host_that_fails_keeps_no_answer_from_others(objects: TierObjects) -> None:
+    def failing(answers: Sequence[bool]) -> None:
+        raise RuntimeError("the host's own fault")
+
+    with busy(objects):
+        failed = objects.store([stored(1)], failing)
+        others = [objects.store([stored(number)]) for number in (1, 2)]
+    until(lambda: all(each.done for each in (failed, *others)), "an answer for each")
+    assert [each.result() for each in others] == [[True], [True]]
+
+
+def test_a_callback_of_a_host_may_close_its_objects(objects: TierObjects) -> None:
+    closed = threading.Event()
+
+    def close(answers: Sequence[bool]) -> None:
+        objects.close()
+        closed.set()
+
+    objects.find([key(1)], close)
+    until(closed.is_set, "the callback to return")
+    until(lambda: objects.status()["closed"], "the loop to end")
 
 
 def test_a_view_that_its_host_released_is_of_no_harm_to_the_others(objects: TierObjects) -> None:

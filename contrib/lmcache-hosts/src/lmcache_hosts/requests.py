@@ -7,6 +7,7 @@ So memory is lent: it is touched only inside one copy, and can be taken back at 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from typing import NamedTuple
 
 from lmcache_core.buffers import address_of
 from lmcache_core.errors import UsageError
+from lmcache_core.guard import guarded
 from lmcache_core.tokens import Namespace
 
 __all__ = ["HostKey", "HostObject", "LentMemory", "Request"]
+
+log = logging.getLogger(__name__)
 
 
 class HostKey(NamedTuple):
@@ -70,7 +74,8 @@ class LentMemory:
 class Request:
     """What a host has asked for some keys: a yes or no for each. Any thread may answer, and may wait.
 
-    `on_done` gets all answers, once, on the thread that gives the last one; it must be quick and must not raise.
+    `on_done` gets all answers, once, on the thread that gives the last one; it must be quick. What it raises is logged:
+    whoever answers has others to answer, too.
     """
 
     def __init__(
@@ -124,4 +129,8 @@ class Request:
     def _finish(self) -> None:
         self._done.set()
         if self._on_done is not None:
-            self._on_done([bool(each) for each in self._answers])
+            guarded(_logged, self._on_done, [bool(each) for each in self._answers])
+
+
+def _logged(error: BaseException) -> None:
+    log.error("a host's callback for its answers failed", exc_info=error)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -75,7 +77,9 @@ class ServerObjects:
         return {"counts": dict(self.counts), "closed": self._closed, "unreachable": self.client.why_unreachable}
 
     def close(self, drain_s: float = _CLOSE_S) -> None:
-        """End after what was asked before, for so long at most. Idempotent."""
+        """End after what was asked before, for so long at most, the end of the client's session included. What has not
+        begun by then is answered no; a call that has begun answers when it ends. Idempotent."""
+        until = time.monotonic() + drain_s
         if os.getpid() == self._pid:  # a forked child has none of the threads, and whoever held the lock is not there
             with self._lock:
                 if self._closed:
@@ -84,9 +88,11 @@ class ServerObjects:
                 for _ in self._threads:
                     self._calls.put(None)
             for thread in self._threads:
-                thread.join(drain_s)
+                if thread is not threading.current_thread():  # else it is a host's callback that closes this
+                    thread.join(max(0.0, until - time.monotonic()))
+            self._refuse_waiting()
         self._closed = True
-        self.client.close()
+        self.client.close(max(0.0, until - time.monotonic()))
 
     # --- on a thread of ours ------------------------------------------------------------------------------
     def _store(self, objects: Sequence[HostObject], request: Request) -> None:
@@ -149,6 +155,18 @@ class ServerObjects:
             if thread is not None:
                 self._threads.append(thread)
         return bool(self._threads)
+
+    def _refuse_waiting(self) -> None:
+        ends = 0
+        while not self._calls.empty():
+            with contextlib.suppress(queue.Empty):  # a thread was faster
+                call = self._calls.get_nowait()
+                if call is None:
+                    ends += 1
+                else:
+                    call[0].refuse()
+        for _ in range(ends):  # for the threads whose calls have not ended
+            self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

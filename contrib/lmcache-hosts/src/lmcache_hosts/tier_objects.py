@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 QUEUED_OBJECTS_MAX = 4096  # that wait to be stored: beyond it the answer is no, as a cache may give it
 CALL_BYTES_MAX = 4 << 20  # a batch of the host goes over several lanes, and each has a buffer of this size at most
 _IDLE_TURN_S = 1.0  # an adapter may ask for a recount without waking anybody
+_WAITS = "waits"  # what becomes of a store that stays in the queue
 _GRACE_S = 1.0  # beyond a deadline, for a loop that is short of processor time
 
 
@@ -199,7 +200,7 @@ class TierObjects:
             if self._close_by is None:
                 self._close_by = time.monotonic() + drain_s
             self._wakeup.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():  # else from a host's callback
             self._thread.join(drain_s + _GRACE_S)
 
     def _move(
@@ -391,34 +392,42 @@ class TierObjects:
 
     def _submit_stores(self) -> None:
         """Give the lanes what they take now; the rest waits for room, for their share of the processor, or its end."""
-        tier, queue = self.tier, self._queue
-        while queue:
-            head = queue[0]
-            if head.deadline <= self._clock.now or tier.order.hung((head.transfer.tier_key,)):
-                self.stored([queue.popleft()], "store_late")
-                continue
-            sized = guarded(_logged, tier.bytes_to_reserve, head.transfer.kind.layout)
-            if sized is None:
-                self.stored([queue.popleft()], "store_refused")
-                continue
-            room = tier.make_room(sized[0], head.transfer.namespace)
-            if room in (TierReason.NO_ROOM, TierReason.TIER_ERROR):
-                self.stored([queue.popleft()], "store_full")
-                continue
-            allowed = room is None and tier.stores_allowed()
-            if not allowed:
-                if not tier.takes_stores:  # its breaker is open: nobody waits for it
-                    self.stored(list(queue), "store_refused")
-                    queue.clear()
+        while self._queue:
+            batch = [self._queue.popleft()]  # from here on it is in a call, or has an answer
+            what = guarded(self._not_submitted, self._submit, batch)
+            if what == _WAITS:
+                self._queue.appendleft(batch[0])
                 return
-            batch, reserved = [queue.popleft()], [sized[0]]
-            if sized[1] and tier.takes_stores:  # else it is the probe, or of unknown size
-                self._take_more(batch, reserved)
-            call = _Store(self, batch, reserved)
-            if call.begin() is not None:
-                tier.health.stores.not_used()
-                self.stored(batch, "store_refused")
-        tier.room_is_not_wanted()
+            if what:
+                self.stored(batch, what)
+        self.tier.room_is_not_wanted()
+
+    def _submit(self, batch: list[_Arrival]) -> str:
+        """Store this one, and what can go with it. Returns why it ends here, or that it waits; empty if it is on its
+        way."""
+        tier, (head,) = self.tier, batch
+        if head.deadline <= self._clock.now or tier.order.hung((head.transfer.tier_key,)):
+            return "store_late"
+        sized = guarded(_logged, tier.bytes_to_reserve, head.transfer.kind.layout)
+        if sized is None:
+            return "store_refused"
+        room = tier.make_room(sized[0], head.transfer.namespace)
+        if room in (TierReason.NO_ROOM, TierReason.TIER_ERROR):
+            return "store_full"
+        if room is not None or not tier.stores_allowed():
+            return _WAITS if tier.takes_stores else "store_refused"  # its breaker is open: nobody waits for it
+        reserved = [sized[0]]
+        if sized[1] and tier.takes_stores:  # else it is the probe, or of unknown size
+            self._take_more(batch, reserved)
+        if _Store(self, batch, reserved).begin() is None:
+            return ""
+        tier.health.stores.not_used()
+        return "store_refused"
+
+    def _not_submitted(self, error: BaseException) -> str:
+        _logged(error)
+        self.tier.health.stores.not_used()
+        return "store_failed"
 
     def _take_more(self, batch: list[_Arrival], reserved: list[int]) -> None:
         tier, first = self.tier, batch[0].transfer
