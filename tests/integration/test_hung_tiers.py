@@ -51,6 +51,39 @@ def test_a_tier_that_hangs_holds_up_neither_stores_nor_the_end(node: Node, tmp_p
     assert server.popen.wait(60) == 0, "long before it has drained"
 
 
+@pytest.mark.parametrize("owed", ["stores", "deletes"])
+def test_a_drain_does_not_wait_for_a_tier_whose_lanes_are_known_to_hang(node: Node, tmp_path: Path, owed: str) -> None:
+    """Its own deadlines are longer than any drain: lookups have shown that it hangs."""
+    control = tmp_path / "control"
+    tier = ("--l2.m.type", "mock", "--l2.m.control", str(control), "--l2.m.deadline_s", "600")
+    server = node.serve(*tier, "--drain_s", "600")
+    client, namespace = node.client(), node.namespace
+    first = [node.key(number) for number in range(8)]
+    client.store(first, [node.payload(number) for number in range(8)], namespace=namespace)
+    client.wait_stored(first, namespace=namespace)
+    control.write_text("any hang\n")
+    if owed == "stores":
+        client.store([node.key("new")], [node.payload(9)], namespace=namespace)
+    else:
+        found = client.lookup(first, namespace=namespace, identify=True)
+        client.drop(first, namespace=namespace, incarnations=found.incarnations)
+    numbers = count()
+
+    def known_to_hang() -> bool:
+        client.lookup([node.key(f"elsewhere {next(numbers)}")], namespace=namespace, wait_s=0.5)
+        (tier,) = client.status()["tiers"]["tiers"]
+        return bool(tier["reads"]["opened"])
+
+    until(known_to_hang)
+    assert client.status()["tiers"]["tiers"][0]["writes"]["breaker"] == "closed"
+    server.signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    assert server.popen.stderr is not None
+    text = server.popen.stderr.read()
+    assert ("1 that tier m does not have" if owed == "stores" else "tier m may still have 8") in text
+    assert "tier m was given up: lookup not done by its deadline" in text
+
+
 def test_a_second_signal_ends_the_drain(node: Node) -> None:
     """Half a second after the first one: one that follows at once may be the same Ctrl-C, passed on by a wrapper."""
     slow = ["--l2.slow.type", "mock", "--l2.slow.bandwidth_bytes_s", "1024", "--l2.slow.deadline_s", "600"]

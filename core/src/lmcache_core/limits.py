@@ -146,6 +146,7 @@ STORE_IN_FLIGHT_BYTES_MAX = 256 << 20  # pinned in the L1 while lanes read it
 TIER_RETRIES_MAX = 3
 TIER_RETRY_PAUSE_S = 0.05  # doubles with each attempt, with jitter
 LANE_STUCK_S = 1.0  # a lane whose threads all hang for this long is stuck, however little time its callers gave
+HANGING_TIER_S = 3.0  # at the end of a server, without any return: a tier whose calls hang is waited for no longer
 LANE_REPLACEMENTS_MAX = 2  # fresh threads for a lane whose calls hang past their deadline
 BREAKER_FAILURES = 5  # consecutive failed calls after which a tier's circuit breaker opens
 BREAKER_PAUSE_S = 0.5  # until the first probe; doubles up to BREAKER_PAUSE_MAX_S

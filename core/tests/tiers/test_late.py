@@ -11,6 +11,7 @@ from lmcache_core.errors import TierError
 from lmcache_core.limits import (
     BREAKER_FAILURES,
     BREAKER_PAUSE_MAX_S,
+    HANGING_TIER_S,
     LANE_REPLACEMENTS_MAX,
     LANE_STUCK_S,
     SCAN_TRIES_MAX,
@@ -214,6 +215,35 @@ def test_nobody_waits_for_stores_to_a_tier_that_is_left_alone(doubles: Doubles) 
     assert set(told.found) == {Stored.NO}
     assert {loss.reason for loss in told.losses} == {TierReason.TIER_ERROR}
     adapter.release("store")
+
+
+def test_a_drain_waits_for_a_tier_whose_loads_hang_as_long_as_its_stores_return(doubles: Doubles) -> None:
+    adapter = doubles.adapter()
+    adapter.capabilities = Capabilities(durable=True, batch_keys_max=1)
+    loop = doubles.loop(doubles.l1(64), doubles.tier("mem", adapter, deadline_s=1000.0), stands=True)
+    loop.idle()
+    adapter.hang("load")  # probes, too
+    adapter.hang("store")
+    loop.store(doubles.contents(8))
+    (tier,) = loop.tiering.tiers
+    tier.health.loads.failed(loop.clock.now, "load not done by its deadline", late=True, at_once=True)
+    loop.tiering.begin_drain()
+    for _ in range(3):  # each takes nearly as long as a tier that hangs is waited for
+        had, gate = len(adapter.objects), adapter.gates["store"]
+        loop.until(lambda had=had: adapter.calls["store"] == had + 2)
+        loop.jump(0.9 * HANGING_TIER_S)
+        loop.turn()
+        assert not loop.tiering.drained
+        adapter.hang("store")  # the next ones
+        gate.set()
+        loop.until(lambda had=had: len(adapter.objects) == had + 2 and tier.health.counts["store_done"] == had + 2)
+    loop.turn()  # so that the last returns are seen before time passes
+    loop.jump(HANGING_TIER_S)
+    loop.until(lambda: loop.tiering.drained)
+    assert loop.tiering.owed == {"mem": 2}
+    assert loop.tiering.given_up == {"mem": tier.health.last_error}
+    adapter.release("store")
+    adapter.release("load")
 
 
 def test_a_scan_that_hangs_takes_no_thread_from_others_and_nobody_waits_for_it(doubles: Doubles) -> None:

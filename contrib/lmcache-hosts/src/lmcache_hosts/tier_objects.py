@@ -287,7 +287,7 @@ class TierObjects:
     def _is_over(self) -> bool:
         if self._close_by is None:
             return False
-        self.tier.hurries = True
+        self.tier.hurry()
         waits = (self._arrivals and self.tier.takes_stores) or self.tier.owes_deletes
         return not (self._inbox or self._posted or waits) or self._clock.read() >= self._close_by
 

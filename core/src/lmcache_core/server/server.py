@@ -431,8 +431,11 @@ class Server:
         owed, left = self.tiering.owed, self.tiering.owed_deletes
         lacking = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items() if objects)
         had = ", ".join(f"tier {tier} may still have {objects:,}" for tier, objects in left.items() if objects)
-        return (f"; of its objects there are {lacking}" if lacking else "") + (
-            f"; of what was dropped {had}" if had else ""
+        given_up = "".join(f"; tier {tier} was given up: {error}" for tier, error in self.tiering.given_up.items())
+        return (
+            (f"; of its objects there are {lacking}" if lacking else "")
+            + (f"; of what was dropped {had}" if had else "")
+            + (given_up if lacking or had else "")
         )
 
     def _drain_tiers(self) -> None:

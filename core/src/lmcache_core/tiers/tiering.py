@@ -322,7 +322,7 @@ class Tiering:
         """Take no new lookups; store everything dirty."""
         self._draining = self._settled = True
         for tier in self._tiers.values():
-            tier.hurries = True
+            tier.hurry()
         self._write_back.hurry()
         self._lookups.cancel_all()
 
@@ -338,6 +338,11 @@ class Tiering:
     def owed_deletes(self) -> dict[str, int]:
         """How many objects were dropped that each tier still has, or may have."""
         return {name: tier.accounting.drops for name, tier in self._tiers.items() if tier.adapter.capabilities.delete}
+
+    @property
+    def given_up(self) -> dict[str, str]:
+        """The tiers that nobody waits for at the end of a server, and their last error."""
+        return {name: tier.health.last_error for name, tier in self._tiers.items() if not tier.takes_stores}
 
     @property
     def drained(self) -> bool:
@@ -388,7 +393,8 @@ class Tiering:
         tier.start(self._post, self._epochs, self._clock, self._observer)
         if self._on_tier is not None:
             self._on_tier(tier)
-        tier.hurries = self._draining
+        if self._draining:
+            tier.hurry()
         self._tiers[tier.name] = tier
         self._write_back.tier_added(tier.name)
 

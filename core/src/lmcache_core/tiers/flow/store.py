@@ -26,7 +26,6 @@ from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.object.transfer import NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver
-from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.calls import StoreCall
 from lmcache_core.tiers.tier.tier import Tier
 
@@ -329,7 +328,7 @@ class StoreController:
     # --- batches ------------------------------------------------------------------------------------------
     def _answers(self, name: str) -> bool:
         tier = self._tiers.get(name)
-        return tier is not None and tier.health.writes.state is BreakerState.CLOSED  # a probe may hang, too
+        return tier is not None and tier.takes_stores  # a probe may hang, too
 
     @property
     def _all_answer(self) -> bool:

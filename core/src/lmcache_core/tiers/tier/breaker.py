@@ -31,12 +31,17 @@ class Breaker:
         self.probe_at = 0.0  # when an open breaker lets the next probe through
         self.opened = 0  # how often it has opened
         self.last_error = ""
-        self.hangs = False  # it was opened by a late call: what runs will hardly return
+        self._tripped_late = False
         self.on_move: Callable[[BreakerState], None] | None = None  # called when it opens, and when it closes
 
     def move(self, event: BreakerEvent) -> None:
         """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = BREAKER_TRANSITIONS[self.state, event]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it is not closed because of a late call: what runs will hardly return."""
+        return self._tripped_late and self.state is not BreakerState.CLOSED
 
     def allows(self, now: float) -> bool:
         """Whether a call may start now. When open, after the pause, True once: the call is the probe."""
@@ -66,7 +71,7 @@ class Breaker:
         if at_once or self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.move(BreakerEvent.TRIP)
             self.opened += 1
-            self.hangs = late
+            self._tripped_late = late
             self.probe_at = now + self._pause_s
             self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
             if self.on_move is not None:
@@ -105,6 +110,11 @@ class Breakers:
             if worst in states:
                 return worst
         return BreakerState.CLOSED
+
+    @property
+    def hangs(self) -> bool:
+        """Whether one of them does."""
+        return any(part.hangs for part in self._parts)
 
     @property
     def opened(self) -> int:

@@ -147,6 +147,8 @@ class Lane:
         self._idle = 0
         self._hung = 0
         self._returns = 0  # calls that have returned, late ones included
+        self._returns_seen = 0
+        self.returned_at = -math.inf  # when the loop last saw that one had returned
         self._sequence = 0
         self._closing = False
         self._stuck_since_s: float | None = None
@@ -182,6 +184,8 @@ class Lane:
 
     def expire(self, now: float) -> list[Call]:
         """The calls whose deadline has just passed, EXPIRED or LATE; each is reported once."""
+        if self._returns_seen != self._returns:
+            self._returns_seen, self.returned_at = self._returns, now
         if now < self._soonest:
             return []
         return self._expire(now, lambda call: call.deadline <= now)

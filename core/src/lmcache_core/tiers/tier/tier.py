@@ -97,7 +97,7 @@ class Tier:
         )
         if self.accounting.tenancy is not None:
             self.accounting.tenancy.make = make_eviction
-        self.hurries = False  # the server is ending: store what is owed now
+        self._hurries_since_s: float | None = None
         self._given_up = {
             "lookup": 0,
             "load": 0,
@@ -243,8 +243,10 @@ class Tier:
         """Whether something that was dropped is still on the medium, and is about to go: a medium that hangs, or fails
         again and again, is not waited for. Where stores fail, too, one delete in vain is enough."""
         can = self.adapter.capabilities.delete and self.health.deletes.state is BreakerState.CLOSED
+        if not can or self._is_given_up:
+            return False
         answers = self.reclaim.vain < (limits.BREAKER_FAILURES if self.takes_stores else 1)
-        return can and answers and self.accounting.drops > self.reclaim.hung_drops
+        return answers and self.accounting.drops > self.reclaim.hung_drops
 
     @property
     def has_room_for_stores(self) -> bool:
@@ -277,7 +279,25 @@ class Tier:
     @property
     def takes_stores(self) -> bool:
         """Whether what is owed to it is about to be stored: nobody waits for a tier that hangs or fails."""
-        return self.health.writes.state is BreakerState.CLOSED
+        return self.health.writes.state is BreakerState.CLOSED and not self._is_given_up
+
+    def hurry(self) -> None:
+        """The server is ending: store what is owed now, and wait for nothing that hangs."""
+        if self._hurries_since_s is None:
+            self._hurries_since_s = self.clock.now
+
+    @property
+    def hurries(self) -> bool:
+        return self._hurries_since_s is not None
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether the server ends without what is under way here: a breaker is open because calls hang, and no call of
+        any kind has returned for a while. Until then what is owed may be stored, though loads hang."""
+        if self._hurries_since_s is None or not (self.health.reads.hangs or self.health.writes.hangs):
+            return False
+        last_s = max(self._hurries_since_s, *(lane.returned_at for lane in self.lanes))
+        return self.clock.now - last_s >= limits.HANGING_TIER_S
 
     @property
     def is_scanned(self) -> bool:
