@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lmcache_core.pool import header as headers
 from lmcache_core.pool import on_disk
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.lifelock import LifeLock
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
@@ -283,7 +285,7 @@ def test_a_clear_that_the_disk_does_not_take_is_an_error(node: Node, monkeypatch
         store(client, range(3))
         with monkeypatch.context() as patched:
             patched.setattr("lmcache_core.pool.segment.flush", refuses)
-            with pytest.raises(PoolError, match=r"does not take the clear \(Input/output error\)"):
+            with pytest.raises(PoolError, match=r"does not take the clear, .*: Input/output error"):
                 client.clear(SPACE)
         assert len(found(client, range(3))) == 3
         client.clear(SPACE)
@@ -306,7 +308,7 @@ def fails(node: Node, words: str, kind: type[Exception] = PoolError, **l1: Any) 
         pass
 
 
-@pytest.mark.parametrize("made", [b"somebody's data", bytes(9 * MIB), b"LMCPOOM\0" + bytes(4096)])
+@pytest.mark.parametrize("made", [b"", b"somebody's data", bytes(9 * MIB), b"LMCPOOM\0" + bytes(4096)])
 def test_a_file_that_is_no_pool_is_not_touched(node: Node, made: bytes) -> None:
     node.file.write_bytes(made)
     before = node.file.stat()
@@ -342,10 +344,71 @@ def test_what_a_server_left_while_it_made_the_file_is_made_anew(node: Node) -> N
     node.file.write_bytes(on_disk.MAKING + bytes(4096))
     with node.serve() as server:
         assert pool_of(server)["adopted"] is None
-    node.file.unlink()
-    node.file.touch()
+
+
+def test_a_new_file_has_its_mark_before_it_has_its_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+    link = os.link
+
+    def looking(source: str, path: Path, **options: Any) -> None:
+        link(source, path, **options)
+        seen.append(path.read_bytes())
+
+    monkeypatch.setattr(os, "link", looking)
     with node.serve():
         pass
+    assert seen == [on_disk.MAKING]
+
+
+def test_a_pool_is_made_where_every_new_file_has_a_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_open = os.open
+
+    def without_tmpfile(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return really_open(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    with node.serve():
+        assert node.file.read_bytes()[: len(on_disk.MAGIC)] == on_disk.MAGIC
+
+
+@needs_index
+def test_a_disk_that_does_not_take_that_it_is_served_is_named(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node.serve():
+        pass
+    before = node.file.read_bytes()
+
+    def refuses(address: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lmcache_core.pool.segment.flush", refuses)
+        fails(node, "does not take that it is served, .*: Input/output error; see to its disk")
+    assert len(node.file.read_bytes()) == len(before)
+    with node.serve() as server:
+        assert pool_of(server)["adopted"] is not None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_worker_outlives_a_boot_number_of_its_servers_container(node: Node, lives: bool) -> None:
+    """Containers may have numbers of their own: then another number is no reboot. What is read is checked anyway."""
+    options: dict[str, Any] = {"runtime_dir": node.folder / "run", "file": node.file, "on_stale": "adopt"}
+    segment = Segment.create("ondisk", 4 * MIB, "file", **options)
+    row, _ = segment.claim_row()
+    worker = Segment.attach_fd(segment.worker_fd(), segment.info)
+    lock = LifeLock.acquire(worker, row)
+    boot = segment.header.boot_id
+    segment.close(keep=True)
+    node.reboot()
+    if not lives:
+        lock.close()
+    with closing(Segment.create("ondisk", 4 * MIB, "file", **options)) as successor:
+        assert successor.rebooted
+        assert successor.living_rows()[row] == lives
+        assert (successor.header.boot_id == boot) == lives, "the worker's mapping is good as long as it is used"
+    lock.close()
+    worker.close()
 
 
 @needs_index

@@ -99,9 +99,9 @@ class LifeLock(PrivateDescriptor):
         return cls(reopen(segment.fileno()), random.choice(free), locked=False)  # somebody else has locked all of them
 
 
-def lock_is_free(fd: int, offset: int) -> bool:
-    """True if no other open file description locks the byte at `offset`."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+def lock_is_free(fd: int, offset: int, nbytes: int = 1) -> bool:
+    """True if no other open file description locks any of the bytes from `offset` on."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0))
     return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
 
 

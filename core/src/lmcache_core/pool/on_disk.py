@@ -19,7 +19,8 @@ from pathlib import Path
 from lmcache_core.errors import NotEnoughMemoryError, PoolError, PoolMismatchError, UntrustedError
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.backing import Backing
-from lmcache_core.pool.header import MAGIC, Header
+from lmcache_core.pool.header import MAGIC, WORKER_ROW_BYTES, Header
+from lmcache_core.pool.lifelock import lock_is_free
 from lmcache_core.pool.processes import our_boot
 from lmcache_core.trust import Trust
 
@@ -75,18 +76,21 @@ def check_ours(fd: int, path: Path, name: str) -> None:
     """Raises `PoolError`, and touches nothing, unless this file is a pool of this name, or was about to become one."""
     page = os.pread(fd, headers.HEADER_BYTES, 0)
     other = "use another l1.path, or move the file away"
-    if page and not is_pool(fd):
+    if not is_pool(fd):
         raise PoolError(f"{path} is there and is not a pool of lmcache-core, so it is not touched: {other}")
     with contextlib.suppress(PoolMismatchError):
         if (found := headers.decode(page).name) != name:
             raise PoolError(f"{path} is the pool of the server {found!r}, so it is not touched: {other}")
 
 
-def is_of_former_boot(fd: int, header: Header) -> bool:
-    """Whether this pool was last served before the machine started anew: nobody maps it."""
+def nobody_maps(fd: int, header: Header) -> bool:
+    """Whether this pool was last served before the machine started anew, so that no worker can map it. A worker's life
+    lock disproves that: a container may have a number of its own for the boot."""
     if header.backing is not Backing.FILE:
         return False
-    return not is_of_this_boot(int.from_bytes(os.pread(fd, 8, headers.BOOT_OFFSET), "little"))
+    if is_of_this_boot(int.from_bytes(os.pread(fd, 8, headers.BOOT_OFFSET), "little")):
+        return False
+    return lock_is_free(fd, header.workers_offset, header.worker_rows * WORKER_ROW_BYTES)
 
 
 def is_of_this_boot(word: int) -> bool:

@@ -4,6 +4,7 @@ no lock is taken on the file itself, because every worker can open it, and could
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -51,23 +52,24 @@ def own_segment(
     undo: contextlib.ExitStack,
     why_cold: str = "",
     check_ours: Callable[[int], None] | None = None,
+    mark: bytes = b"",
 ) -> Owned:
     """The segment file, for the holder of the claim on it: a new one that we made, or a dead server's that
     `adoptable(fd)` accepted.
 
     `adoptable` raises PoolMismatchError with the reason if it does not accept it. `check_ours`: raises PoolError for a
-    file that is not to be touched; None: the name says enough. If the creation fails later, a new
-    file is removed again; an adopted one is not.
+    file that is not to be touched; None: the name says enough. `mark`: what a new file begins with before it
+    has its name. If the creation fails later, a new file is removed again; an adopted one is not.
     """
     found = open_ours(path)
     if found is None:
-        return Owned(_made(path, name, undo), why_cold=NOTHING_LEFT)
+        return Owned(_made(path, name, undo, mark), why_cold=NOTHING_LEFT)
     with contextlib.closing(found) as stale:
         if check_ours is not None:
             check_ours(stale.fileno())
         if not os.fstat(stale.fileno()).st_size:  # its maker died at once; it may be open elsewhere, so no filling it
             unlink(stale, path)
-            return Owned(_made(path, name, undo), why_cold=NOTHING_LEFT)
+            return Owned(_made(path, name, undo, mark), why_cold=NOTHING_LEFT)
         why_cold = why_cold or 'l1.on_stale is "recreate"'
         if on_stale is OnStale.REFUSE:
             command = name if check_ours is None else f"--file {path}"
@@ -86,7 +88,7 @@ def own_segment(
                 return adopted
         free_segment(stale, path)
     log.warning("pool %r starts cold, and the memory of an earlier server in %s is freed: %s", name, path, why_cold)
-    return Owned(_made(path, name, undo), recreated=True, why_cold=why_cold)
+    return Owned(_made(path, name, undo, mark), recreated=True, why_cold=why_cold)
 
 
 def open_ours(path: Path) -> Descriptor | None:
@@ -108,15 +110,39 @@ def open_ours(path: Path) -> Descriptor | None:
     return file
 
 
-def _made(path: Path, name: str, undo: contextlib.ExitStack) -> Descriptor:
+def _made(path: Path, name: str, undo: contextlib.ExitStack, mark: bytes) -> Descriptor:
     try:
-        file = Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o600)
+        file = _marked(path, mark) if mark else _named(path)
     except FileExistsError:
         raise PoolBusyError(f"pool {name!r}: another process is making {path} at this moment") from None
     except OSError as error:
         raise PoolError(f"{path} cannot be made: {error.strerror}; use another pool name") from error
     undo.callback(file.close)
     undo.callback(partial(unlink, file, path))
+    return file
+
+
+def _named(path: Path) -> Descriptor:
+    return Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def _marked(path: Path, mark: bytes) -> Descriptor:
+    """A new file that has its mark before it has its name, where the file system can do that: an empty one of this name
+    is not ours."""
+    with contextlib.ExitStack() as undo:
+        try:
+            file = Descriptor(os.open, path.parent, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            file = _named(path)
+            undo.callback(partial(unlink, file, path))
+        undo.callback(file.close)
+        os.pwrite(file.fileno(), mark, 0)
+        if not os.fstat(file.fileno()).st_nlink:
+            # with a descriptor Python calls linkat(), which follows the link in /proc; link() does not
+            os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
+        undo.pop_all()
     return file
 
 

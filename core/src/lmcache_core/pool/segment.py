@@ -69,6 +69,7 @@ class Segment:
         self.adopted = False  # it was a dead server's, and its content is kept
         self.recreated = False  # a dead server's segment of this name was found and freed …
         self.why_cold = ""  # why nothing was adopted
+        self._unmapped = False  # no former worker can map it
         self.rebooted = False  # it was adopted from a disk, and the machine has started anew since it was served …
         self.stored_after_s = 0  # … in disorder: what was stored up to this Unix second may have been cleared
         self._began = False  # the owner may have changed something
@@ -134,7 +135,8 @@ class Segment:
             if path is not None:
                 claims.append(claim(path.parent, path.name, name, undo))
                 mine = partial(adoptable, header, access, gids)
-                owned = own_segment(path, name, on_stale, mine, undo, why_not_adopt, ours)
+                mark = b"" if file is None else on_disk.MAKING
+                owned = own_segment(path, name, on_stale, mine, undo, why_not_adopt, ours, mark)
             former = None if owned is None else owned.adopted
             if former is None:
                 check_fits(header, shm_dir=shm_dir if path is None else path.parent)
@@ -144,16 +146,16 @@ class Segment:
                 descriptor = Descriptor.of(backings.create_memfd(name, backing))
                 undo.callback(descriptor.close)
             if former is None and backing is Backing.FILE and path is not None:
-                os.pwrite(descriptor.fileno(), on_disk.MAKING, 0)
                 on_disk.allocate(descriptor.fileno(), header, path)
-            if former is not None and not on_disk.is_of_former_boot(descriptor.fileno(), header):
-                # the same boot: workers that map it keep their mapping
+            unmapped = former is not None and on_disk.nobody_maps(descriptor.fileno(), header)
+            if former is not None and not unmapped:
+                # workers that map it keep their mapping
                 header = replace(header, boot_id=former.boot_id, created_ns=former.created_ns)
             elif former is None:
                 size(descriptor.fileno(), header, access, gids)
             segment = cls(descriptor, header, claims, path)
             undo.callback(segment.close)
-            segment.adopted = former is not None
+            segment.adopted, segment._unmapped = former is not None, unmapped
             if owned is None:
                 segment.why_cold = f'l1.backing is "{backing}": such a pool ends with its server'
             else:
@@ -192,7 +194,7 @@ class Segment:
         if self.header.backing is Backing.FILE:
             self._write_word(headers.BOOT_OFFSET, our_boot())
             self._write_word(headers.FLUSHED_OFFSET, 0)
-            flush(self.mapping.address, headers.HEADER_BYTES)
+            self._flush_header("that it is served, so nothing of it could be believed after a power cut")
 
     def note_cleared(self, now_s: int) -> None:
         """A clear begins at this Unix second: on a disk, it is kept before this returns, so that nothing comes back
@@ -202,13 +204,13 @@ class Segment:
             return
         self._write_word(headers.CLEARED_OFFSET, max(now_s, int(self._word(headers.CLEARED_OFFSET)[0])))
         self._write_word(headers.FLUSHED_OFFSET, 0)  # or the clear would not count
+        self._flush_header("the clear, so what is cleared may come back after a power cut")
+
+    def _flush_header(self, what: str) -> None:
         try:
             flush(self.mapping.address, headers.HEADER_BYTES)
         except OSError as error:
-            raise PoolError(
-                f"{self.path} does not take the clear ({error.strerror}), so what is cleared may come back after a "
-                "power cut: see to its disk"
-            ) from error
+            raise PoolError(f"{self.path} does not take {what}: {error.strerror}; see to its disk") from error
 
     def _end_on_disk(self) -> None:
         """Everything is on the disk, and then the word that says so."""
@@ -420,7 +422,7 @@ class Segment:
         living = bytearray(self.header.worker_rows)
         for row in range(len(living)):
             found = tables.found_row(row)
-            if not found.claimed or self.rebooted or self._row_left(row, found):
+            if not found.claimed or self._unmapped or self._row_left(row, found):
                 tables.clear_row(row)
             else:
                 living[row] = 1
