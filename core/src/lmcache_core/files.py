@@ -19,6 +19,9 @@ import msgspec
 from lmcache_core.guard import on_failure
 from lmcache_core.limits import STATE_FILE_BYTES_MAX
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_SCARCE_FRACTION = 0.05  # of all inodes
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the file at `path` by one with `content`, which the same users may read and write. A crash or power cut
@@ -49,6 +52,26 @@ def _give_access_of(former: os.stat_result, handle: int) -> None:
         os.fchmod(handle, stat.S_IMODE(former.st_mode))
 
 
+def inodes_are_scarce(directory: str | Path) -> bool:
+    """Whether the file system of this directory runs out of inodes. One that does not count them says 0 of 0."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return False
+    return room.f_files > 0 and room.f_favail <= _SCARCE_FRACTION * room.f_files
+
+
+def reason_of(error: OSError, directory: str | Path) -> str:
+    """What the error says, and what there is none of any more in a directory that is full: the system has one number
+    for bytes and inodes, and one for all quotas. Asks the file system, so never on the loop."""
+    said = error.strerror or str(error)
+    if error.errno == errno.EDQUOT:
+        return f"{said} (a quota of bytes or of files, of the user, the group or the project)"
+    if error.errno == errno.ENOSPC and inodes_are_scarce(directory):
+        return f"{said} (it has bytes, but no inodes left)"
+    return said
+
+
 def append_whole(file: FileIO, content: bytes) -> None:
     """Write all of it at the end of an unbuffered file that nobody else writes to, or, where the disk is full, nothing:
     what of it was written is taken back. Raises `OSError` with the file's name."""
@@ -60,7 +83,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
         with contextlib.suppress(OSError):  # a device: then nothing can be torn
             file.truncate(end)
             file.seek(end)
-        raise OSError(error.errno, error.strerror, str(file.name)) from None
+        raise OSError(error.errno, reason_of(error, Path(file.name).parent), str(file.name)) from None
 
 
 _FORMER = ".former."  # and how far it was read

@@ -26,6 +26,7 @@ from lmcache_core.pool import on_disk
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.mapping import punch_hole
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
@@ -461,6 +462,32 @@ def test_a_disk_without_room_is_named_and_nothing_stays(node: Node, monkeypatch:
     monkeypatch.setattr(os, "posix_fallocate", full)
     fails(node, r"got no room for its .* bytes at .*: No space left on device; free some", NotEnoughMemoryError)
     assert list(node.disk.iterdir()) == []
+
+
+@needs_index
+def test_a_pool_with_holes_gets_its_blocks_before_it_is_served(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a copy, or from a backup: `cp` makes holes of zeros."""
+    with node.serve() as server, server.connect() as client:
+        store(client, range(3))
+    blocks = node.file.stat().st_blocks
+    with node.file.open("r+b") as file:
+        punch_hole(file.fileno(), 7 * MIB, MIB)
+    assert node.file.stat().st_blocks < blocks
+    with node.serve() as server, server.connect() as client:
+        assert pool_of(server)["adopted"] is not None
+        assert node.file.stat().st_blocks >= blocks
+        assert set(found(client, range(3))) == {0, 1, 2}
+    with node.file.open("r+b") as file:
+        punch_hole(file.fileno(), 7 * MIB, MIB)
+
+    def quota(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    before = node.file.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", quota)
+        fails(node, r"got no room .*: Disk quota exceeded \(a quota of bytes or of files", NotEnoughMemoryError)
+    assert node.file.read_bytes() == before
 
 
 # --- commands ----------------------------------------------------------------------------------------------------

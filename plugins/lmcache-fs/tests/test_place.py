@@ -179,6 +179,28 @@ def test_another_file_system_does_not_get_the_id_of_a_directory_that_was_emptied
     assert (at / "medium").read_text() != before
 
 
+def test_bytes_and_quotas_are_told_apart_with_the_place_where_they_ran_out(
+    disk: Callable[..., Disk], mount: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount(tmp_path / "disk", "size=1m")
+    tier = disk(tmp_path / "disk/cache")
+    outcome = tier.store(b"k", bytes(2 << 20))
+    assert outcome.result is Result.FULL
+    assert f"No space left on device ({tmp_path / 'disk/cache'}): free some space on the medium" in outcome.error
+    assert tier.store(b"k", PAYLOAD).result is Result.DONE
+
+    def quota(*arguments: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "writev", "pwrite", "pwritev"):
+            patch.setattr(os, name, quota)
+        outcome = tier.store(b"j", PAYLOAD)
+    assert outcome.result is Result.FULL
+    assert "a quota of bytes or of files" in outcome.error
+    assert "raise the quota" in outcome.error
+
+
 def test_folders_without_objects_return_their_inodes(
     disk: Callable[..., Disk], mount: Callable[..., None], tmp_path: Path
 ) -> None:

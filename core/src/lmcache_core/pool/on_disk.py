@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError, PoolMismatchError, UntrustedError
+from lmcache_core.files import FULL, reason_of
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.header import MAGIC, WORKER_ROW_BYTES, Header
@@ -99,12 +100,16 @@ def is_of_this_boot(word: int) -> bool:
 
 
 def allocate(fd: int, header: Header, path: Path) -> None:
-    """Give the file all of its blocks: a write to a hole of a full disk would be a SIGBUS."""
+    """Give the file all of its blocks, unless it has them: a write to a hole of a full disk would be a SIGBUS. One that
+    was copied, or brought back from a backup, may have holes."""
+    if os.fstat(fd).st_blocks * 512 >= header.segment_bytes:
+        return
     try:
         os.posix_fallocate(fd, 0, header.segment_bytes)
     except OSError as error:
-        kind = NotEnoughMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else PoolError
+        kind = NotEnoughMemoryError if error.errno in (*FULL, errno.EFBIG) else PoolError
+        why = reason_of(error, path.parent)
         raise kind(
-            f"pool {header.name!r} got no room for its {header.segment_bytes:,} bytes at {path}: {error.strerror}; "
+            f"pool {header.name!r} got no room for its {header.segment_bytes:,} bytes at {path}: {why}; "
             "free some there, make the pool smaller, or name another disk in l1.path"
         ) from error

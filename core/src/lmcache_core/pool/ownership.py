@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from lmcache_core.descriptors import Descriptor
-from lmcache_core.errors import PoolBusyError, PoolError, PoolMismatchError
+from lmcache_core.errors import NotEnoughMemoryError, PoolBusyError, PoolError, PoolMismatchError
+from lmcache_core.files import FULL, reason_of
 from lmcache_core.guard import on_failure
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.header import Header
@@ -116,7 +117,9 @@ def _made(path: Path, name: str, undo: contextlib.ExitStack, mark: bytes) -> Des
     except FileExistsError:
         raise PoolBusyError(f"pool {name!r}: another process is making {path} at this moment") from None
     except OSError as error:
-        raise PoolError(f"{path} cannot be made: {error.strerror}; use another pool name") from error
+        kind = NotEnoughMemoryError if error.errno in FULL else PoolError
+        cure = "free some room there, or use another path" if mark else "use another pool name"
+        raise kind(f"{path} cannot be made: {reason_of(error, path.parent)}; {cure}") from error
     undo.callback(file.close)
     undo.callback(partial(unlink, file, path))
     return file

@@ -145,7 +145,7 @@ class Segment:
             else:
                 descriptor = Descriptor.of(backings.create_memfd(name, backing))
                 undo.callback(descriptor.close)
-            if former is None and backing is Backing.FILE and path is not None:
+            if backing is Backing.FILE and path is not None:
                 on_disk.allocate(descriptor.fileno(), header, path)
             unmapped = former is not None and on_disk.nobody_maps(descriptor.fileno(), header)
             if former is not None and not unmapped:

@@ -6,9 +6,9 @@ import errno
 
 from lmcache_block.settings import BlockSettings
 from lmcache_core.errors import TierError
+from lmcache_core.files import FULL
 from lmcache_core.tiers.contract import Outcome, Result
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR, errno.EFBIG)
 # What a read answers for a bad sector, on one file system or driver or another. Anything else is about the medium.
@@ -28,7 +28,7 @@ class Errors:
 
     def outcome(self, what: str, error: OSError) -> Outcome:
         """Of one object."""
-        full = what == "store" and error.errno in _FULL
+        full = what == "store" and error.errno in FULL
         return Outcome.of(self.tier_error(what, error), Result.FULL if full else Result.FAILED)
 
     def unreadable(self, error: OSError, version: str) -> Outcome | None:
@@ -47,10 +47,10 @@ class Errors:
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
             cure = f'the medium does not allow O_DIRECT in blocks of 4 KiB: set l2.{tier}.io_mode = "buffered"'
         elif error.errno == errno.EDQUOT:
-            cure = f"the user's quota is used up: raise it, or lower l2.{tier}.size_bytes"
+            cure = f"raise the quota of the user, the group or the project, or lower l2.{tier}.size_bytes"
         elif error.errno == errno.EFBIG:
             cure = f"the file would be larger than a file may be here: lower l2.{tier}.size_bytes"
-        elif error.errno in _FULL:
+        elif error.errno in FULL:
             cure = f"free some space on the file system of {path}, or lower l2.{tier}.size_bytes"
         else:
             cure = f"check the disk of {path}: the kernel's log says which errors it had"

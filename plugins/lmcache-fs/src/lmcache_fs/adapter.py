@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from lmcache_core.files import inodes_are_scarce
 from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.blocking import BlockingAdapter
 from lmcache_core.tiers.contract import (
@@ -38,7 +39,7 @@ from lmcache_fs.client import (
     sync_folder,
     write_object,
 )
-from lmcache_fs.errors import Errors, inodes_are_scarce
+from lmcache_fs.errors import Errors
 from lmcache_fs.settings import FsSettings
 from lmcache_fs.transport.lead import Lead
 from lmcache_fs.transport.mode import WriteMode
@@ -289,7 +290,7 @@ class FsAdapter(BlockingAdapter):
 
     def _note_inodes(self) -> None:
         """The medium is full. If it lacks inodes, folders without objects are removed, now and after each delete."""
-        scarce = inodes_are_scarce(str(self._paths.root))
+        scarce = inodes_are_scarce(self._paths.root)
         if scarce and not self._inodes_scarce:
             with contextlib.suppress(OSError):
                 for shard in os.listdir(self._paths.objects):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
+from pathlib import Path
 
 from lmcache_core.errors import TierError
+from lmcache_core.files import FULL, inodes_are_scarce, reason_of
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_fs.settings import FsSettings
 
-_SCARCE_FRACTION = 0.05
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PERMANENT = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR, errno.EFBIG)
 # The machine's or the process's trouble. Any other error of a read is about what is read: file systems and drivers have
@@ -21,26 +20,17 @@ _NOT_THE_FILE = (
 )  # fmt: skip
 
 
-def inodes_are_scarce(root: str) -> bool:
-    """Whether the file system runs out of inodes. One that does not count them says 0 of 0."""
-    try:
-        room = os.statvfs(root)
-    except OSError:
-        return False
-    return room.f_files > 0 and room.f_favail <= _SCARCE_FRACTION * room.f_files
-
-
 class Errors:
     """The errors of one tier."""
 
-    def __init__(self, tier: str, root: object, settings: FsSettings) -> None:
+    def __init__(self, tier: str, root: Path, settings: FsSettings) -> None:
         self._tier = tier
         self._root = root
         self._settings = settings
 
     def outcome(self, what: str, error: OSError) -> Outcome:
         """Of one object."""
-        if error.errno in _FULL:
+        if error.errno in FULL:
             return self.of(Result.FULL, what, error, retryable=False)
         return self.of(Result.FAILED, what, error, retryable=error.errno not in _PERMANENT)
 
@@ -69,15 +59,15 @@ class Errors:
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
             cure = f'the medium does not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
         elif error.errno == errno.EDQUOT:
-            cure = f"the user's quota is used up: raise it, or lower l2.{self._tier}.capacity_bytes"
+            cure = f"raise the quota, lower l2.{self._tier}.capacity_bytes, or store larger chunks"
         elif error.errno == errno.EFBIG:
             cure = "the object is larger than a file may be here: raise the limit (ulimit -f), or store smaller chunks"
-        elif error.errno in _FULL and inodes_are_scarce(str(self._root)):
+        elif error.errno in FULL and inodes_are_scarce(self._root):
             cure = "the file system has no inodes left: give it more, or store larger chunks"
-        elif error.errno in _FULL:
+        elif error.errno in FULL:
             cure = f"free some space on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:
             cure = f"check the disk under {self._root}"
-        where = error.filename2 or error.filename or "a file"  # a rename fails because of what is in its way
-        message = f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({where})"
+        where = error.filename2 or error.filename or self._root  # a rename fails because of what is in its way
+        message = f"tier {self._tier!r} cannot {what}: {reason_of(error, self._root)} ({where})"
         return TierError(message, cure=cure, retryable=retryable)

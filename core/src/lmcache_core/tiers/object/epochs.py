@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from lmcache_core.errors import SettingsError
-from lmcache_core.files import SharedLines, is_torn
+from lmcache_core.files import SharedLines, is_torn, reason_of
 from lmcache_core.limits import KEY_BYTES, STATE_COMPACT_LINES, STATE_LINE_NAMESPACES, STATE_TRIES_MAX
 from lmcache_core.state_thread import StateThread, check_not_left
 from lmcache_core.tiers.object.format import split_tier_key
@@ -177,7 +177,7 @@ class EpochFile:
                     return
             raise OSError(None, f"what is written to it is not found there, {STATE_TRIES_MAX} times")
         except (OSError, msgspec.MsgspecError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = reason_of(error, self._shared.path.parent) if isinstance(error, OSError) else error
             raise SettingsError(
                 f"the tiers are not cleared: their new epoch cannot be kept in {self._shared.path}: {reason}; "
                 "let the server write there, or set state_dir to a directory where it may"
