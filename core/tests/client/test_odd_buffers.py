@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -21,9 +22,12 @@ from typing import Any, ClassVar
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.link.channel import Channel, Pending
+from lmcache_core.client.move import copying
 from lmcache_core.client.move.regions import PageGroup, Region
 from lmcache_core.errors import StaleRegionError, UsageError
 from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol.messages import PrepareStore
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_testing.embedded import embedded_server
@@ -336,6 +340,53 @@ class _Grows(Sequence[Any]):
 def test_an_array_that_is_resized_while_a_batch_is_looked_at_is_refused(client: Client) -> None:
     with pytest.raises((UsageError, ValueError), match=r"bytes|resize"):
         client.store([b"1" * 32, b"2" * 32], _Grows(np.zeros(FLOATS, np.float32)), namespace=SPACE)
+
+
+EXCHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "set_": lambda tensor: tensor.set_(torch.zeros_like(tensor)),
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros_like(tensor)),
+    "dropped": lambda tensor: tensor.set_(torch.zeros(0)),
+    "made smaller": lambda tensor: tensor.untyped_storage().resize_(0),
+    "made larger": lambda tensor: tensor.resize_(FLOATS * 4096),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_tensor_whose_storage_goes_while_the_server_is_asked_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    given, send = torch.ones(FLOATS), Channel.send
+
+    def asked(self: Channel, pending: Pending, message: object, **options: Any) -> None:
+        if isinstance(message, PrepareStore):
+            EXCHANGES[name](given)
+        send(self, pending, message, **options)
+
+    monkeypatch.setattr(Channel, "send", asked)
+    with pytest.raises(UsageError, match="keep its storage as it is until the call returns"):
+        client.store([name.encode().ljust(32, b"~")], [given], namespace=SPACE)
+    assert client.retrieve([name.encode().ljust(32, b"~")], [torch.ones(FLOATS)], namespace=SPACE).hits == 0
+
+
+@pytest.mark.parametrize("name", ["set_", "data", "dropped"])
+def test_a_tensor_that_gets_another_storage_during_a_copy_keeps_the_copied_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What `UntypedStorage.resize_` frees at that moment cannot be held: see decision 0053."""
+    given, check, key = torch.ones(FLOATS), copying.first_unreachable, f"during {name}".encode().ljust(32, b"~")
+
+    def last_look(*arguments: Any, **options: Any) -> int:
+        EXCHANGES[name](given)
+        gc.collect()
+        return check(*arguments, **options)
+
+    shared = given.share_memory_()  # so that the system is asked, which is the last step before the copy
+    monkeypatch.setattr(copying, "first_unreachable", last_look)
+    assert client.store([key], [shared], namespace=SPACE).stored == 1
+    monkeypatch.undo()
+    into = torch.zeros(FLOATS)
+    assert client.retrieve([key], [into], namespace=SPACE).hits == 1
+    assert bool((into == 1).all())
 
 
 @pytest.mark.parametrize("found", [{}, {"typestr": "x"}, {"typestr": "<f4", "shape": "?", "data": (1, False)}, 7])

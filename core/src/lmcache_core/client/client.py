@@ -213,7 +213,8 @@ class Client:
     ) -> StoreResult:
         """Store one object for each key. `sources`: torch tensors or contiguous buffers of the namespace's layout.
         `blocks`: which of an engine's blocks these are, for routers; reported first, with `report_block_allocation`.
-        `traceparent`: the trace that this belongs to; see `connect`.
+        `traceparent`: the trace that this belongs to; see `connect`. No thread may resize a source's storage
+        (`untyped_storage().resize_`) before this returns: torch frees it although a copy reads it, which is a SIGSEGV.
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
@@ -242,7 +243,8 @@ class Client:
 
         With `prefix` it ends at the first missing key; otherwise every key is independent. `promise` (of a
         `lookup(hold=True)` of these keys) is redeemed. Targets of missing keys are not written to. An object that was
-        evicted or proved damaged during the copy is not a hit, and its target's content is undefined.
+        evicted or proved damaged during the copy is not a hit, and its target's content is undefined. No thread may
+        resize a target's storage before this returns, as with `store`.
 
         `verify`: compare the bytes with the checksum of the store: "never", "first" (each object once in this process;
         without the index: always) or "always". A damaged object is a miss, and the server drops it.
@@ -256,7 +258,8 @@ class Client:
 
     def register_pages(self, groups: Sequence[PageGroup]) -> Pages:
         """Register pages of the caller's own memory. `store` gathers objects from them and `retrieve` scatters objects
-        into them, without a copy in between. The memory must not move while the `Pages` are in use.
+        into them, without a copy in between. The memory must not move, and no
+        storage be resized, while a job of the `Pages` runs; in between, memory that has gone is an error.
 
         Raises `UsageError` for regions that do not fit into their buffers, overlapping pages within a group, and a
         layout whose size differs from that of an object's pages. Groups may share memory.
