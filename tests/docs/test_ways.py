@@ -21,12 +21,12 @@ def test_a_way_has_as_many_stops_as_its_heading_says(way: str, count: str, text:
 @pytest.mark.parametrize(
     ("way", "most"),
     [
-        ("A store", 11),
+        ("A store", 10),
         ("A retrieve", 4),
         ("A load from a tier", 12),
         ("A setting", 8),
         ("A block that vLLM computed", 10),
-        ("An eviction, to Prometheus", 7),
+        ("An eviction, to Prometheus", 6),
     ],
 )
 def test_a_way_has_no_more_stops_than_it_may(way: str, most: int) -> None:

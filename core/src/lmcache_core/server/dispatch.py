@@ -20,7 +20,7 @@ from lmcache_core.errors import (
     VersionError,
 )
 from lmcache_core.guard import guarded
-from lmcache_core.kernel.answers import Reason, Settled
+from lmcache_core.kernel.answers import Grants, Reason, Settled
 from lmcache_core.limits import BATCH_KEYS_MAX, CHUNK_TOKENS_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
@@ -292,8 +292,18 @@ class Dispatch:
     # --- the two phases -----------------------------------------------------------------------------------
 
     def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message | None:
-        parts = self._parts
-        reply = parts.stores.prepare(session, request, self._layout_of(session, request.namespace))
+        parts, keys = self._parts, split_keys(request.keys)
+        layout_id = self._layout_of(session, request.namespace)
+        parts.l1.before_store(layout_id, len(keys))
+        now, wait_s = parts.clock.now, parts.stores.wait_s(session)
+        answer = parts.kernel.begin_store(
+            session.id, request.namespace, layout_id, keys, now, lease_id=request.lease, wait_s=wait_s
+        )
+        reply = None
+        if isinstance(answer, Grants):
+            reply = parts.tier_waits.answer(session, request, layout_id, keys, answer)
+        else:
+            parts.stores.wait(session, request, layout_id, keys, answer)
         if parts.observer.listens:
             parts.observer.store(session, request, reply)
         return reply

@@ -30,7 +30,6 @@ from lmcache_http.events import TYPE as EVENTS_TYPE
 from lmcache_http.events import EventStreams
 from lmcache_http.explaining import ID, Known, id_of, known_layout, named, prompt_keys
 from lmcache_http.guard import Guard, RefusedError, Right
-from lmcache_http.metrics import text_of
 from lmcache_http.node import Node
 from lmcache_http.probes import Probes, RequestLimit
 from lmcache_http.ranges import within
@@ -259,7 +258,7 @@ def _reading(app: FastAPI, node: Node, streams: EventStreams, needs: Callable[[R
     @app.get("/metrics", dependencies=read, response_class=PlainTextResponse, responses=READ)
     def metrics() -> Response:
         """As `lmcache-core metrics`, a second old at most."""
-        return PlainTextResponse(text_of(node.status()), media_type=METRICS_TYPE)
+        return PlainTextResponse(node.metrics(), media_type=METRICS_TYPE)
 
     @app.get("/history", dependencies=read, response_model=Plain, responses={**READ, **refusals(422)})
     def history(after: Annotated[float, Query(description="only what is later, in Unix seconds")] = 0) -> JSONResponse:

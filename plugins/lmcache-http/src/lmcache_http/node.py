@@ -12,6 +12,7 @@ from typing import Any
 from lmcache_core import Client
 from lmcache_core.errors import CacheError
 from lmcache_http.history import COARSE_S, History
+from lmcache_http.metrics import text_of
 
 LIVE_S = 1.0  # a loop that does not answer within this is not alive
 CALL_S = 10.0
@@ -32,6 +33,7 @@ class Node:
         self.client = Client.connect(name, client_name="lmcache-http", call_timeout_s=CALL_S, **common)
         self._lock = threading.Lock()
         self._kept: tuple[float, Mapping[str, Any]] = (float("-inf"), {})  # figures, and when they were asked for
+        self._written: tuple[Mapping[str, Any], str] = ({}, "")  # figures, and their text
         self.history = History()
         self._began_unix_s = time.time() - time.monotonic()  # a clock that is set leaves the history in order
         self._closed = threading.Event()
@@ -51,6 +53,14 @@ class Node:
                 self._probe.noop()  # fails within LIVE_S: scrapers wait no longer than CALL_S
                 status = self._keep(self.client.status())
             return status
+
+    def metrics(self) -> str:
+        """The same as Prometheus' text, written once for all who scrape meanwhile."""
+        status = self.status()
+        with self._lock:
+            if self._written[0] is not status:
+                self._written = status, text_of(status)
+            return self._written[1]
 
     def known(self, name: str) -> Mapping[str, Any]:
         """The namespaces of the kept figures, or of fresh ones where those lack this id or label."""

@@ -1,16 +1,15 @@
-"""Stores: most are answered at once; one that needs whole slabs to be emptied is answered when they are."""
+"""Stores that need whole slabs to be emptied: they are answered when these are. Most need none, and never come here."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from lmcache_core.errors import LeaseExpiredError
-from lmcache_core.kernel.answers import Grants
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.limits import ROOM_WAIT_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import error_reply, split_keys
+from lmcache_core.protocol.codec import error_reply
 from lmcache_core.server.peers.session import Session
 from lmcache_core.server.peers.shares import Share
 from lmcache_core.server.pool.l1 import L1
@@ -28,37 +27,25 @@ class Stores:
         self._waiting: dict[Session, dict[Preparation, m.PrepareStore]] = {}
         self.waited = 0  # stores that could not be answered at once
 
-    def prepare(self, session: Session, request: m.PrepareStore, layout_id: int) -> m.Message | None:
-        """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` with a part of it."""
-        now, keys = self._l1.clock.now, split_keys(request.keys)
-        self._l1.before_store(layout_id, len(keys))
-        waiting = self._waiting.get(session, {})
-        many = len(waiting) >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
-        answer = self._kernel.begin_store(
-            session.id,
-            request.namespace,
-            layout_id,
-            keys,
-            now,
-            lease_id=request.lease,
-            wait_s=0.0 if many else ROOM_WAIT_S,
-        )
-        if isinstance(answer, Grants):
-            return self._answer(session, request, layout_id, keys, answer)
-        self._take_place(session, request, answer)
-        self._l1.answer_later(answer, lambda: self._answer_late(session, layout_id, keys, answer))
-        self.waited += 1
-        return None
+    def wait_s(self, session: Session) -> float:
+        """How long the kernel may let another store of this session wait; 0: it is answered with what there is."""
+        many = len(self._waiting.get(session, ())) >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
+        return 0.0 if many else ROOM_WAIT_S
 
-    def cancel(self, session: Session, rid: int) -> int:
-        """Its client does not wait for the answer to this store any more. Returns how many slots that frees."""
-        return take_back(self._kernel, session, rid, self._l1.clock.now)
-
-    def _take_place(self, session: Session, request: m.PrepareStore, preparation: Preparation) -> None:
+    def wait(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], preparation: Preparation
+    ) -> None:
+        """The answer follows once there is room, or after `ROOM_WAIT_S` with a part of it."""
         self._waiting.setdefault(session, {})[preparation] = request
         session.storing[request.namespace] += 1
         self._share.take(session.origin)
         self._kernel.undo.add((self._remove, (session, preparation)))
+        self._l1.answer_later(preparation, lambda: self._answer_late(session, layout_id, keys, preparation))
+        self.waited += 1
+
+    def cancel(self, session: Session, rid: int) -> int:
+        """Its client does not wait for the answer to this store any more. Returns how many slots that frees."""
+        return take_back(self._kernel, session, rid, self._l1.clock.now)
 
     @property
     def under_way(self) -> int:
@@ -91,21 +78,13 @@ class Stores:
         self._share.free(session.origin)
         return request
 
-    def _answer(
-        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
-    ) -> m.Message | None:
-        """None: it waits for tiers, too."""
-        if self._tier_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
-            return None
-        return self._tier_waits.granted(session, request.rid, grants)
-
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
         if done not in self._waiting.get(session, {}):  # its session has gone in the step that made room
             return
         request = self._remove(session, done)
         reply: m.Message | None = None
         if done.grants is not None:
-            reply = self._answer(session, request, layout_id, keys, done.grants)
+            reply = self._tier_waits.answer(session, request, layout_id, keys, done.grants)
         elif done.error is not None:
             reply = error_reply(request.rid, done.error)
         if reply is not None:

@@ -56,10 +56,17 @@ class TierWaits:
         """Stores that wait."""
         return len(self.waits)
 
-    def holds(
-        self, session: Session, rid: int, namespace: int, layout_id: int, keys: list[bytes], grants: Grants
+    def answer(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
+    ) -> m.Granted | None:
+        """The answer to a page of a store. None: it is held back, since the page is full, and room is to come."""
+        if self._holds(session, request, layout_id, keys, grants):
+            return None
+        return self._granted(session, request.rid, grants)
+
+    def _holds(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
     ) -> bool:
-        """Whether the answer to this page is held back: it is full, and room is to come."""
         if not self._wait_s or Grant.FULL not in grants.statuses or not self._kernel.shielded:
             return False
         if self._by_session[session] >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin):
@@ -67,7 +74,7 @@ class TierWaits:
         now = self._l1.clock.now
         if not self.waits:
             self._unshielded, self._retry_at_s = self._kernel.unshielded, now + HOUSEKEEPING_S
-        self._take_place(_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s))
+        self._take_place(_Wait(session, request.rid, request.namespace, layout_id, keys, grants, now + self._wait_s))
         self.waited += 1
         return True
 
@@ -173,11 +180,11 @@ class TierWaits:
     def _answer(self, wait: _Wait) -> None:
         self._remove(wait)
         self.waited_in_vain += Grant.FULL in wait.grants.statuses
-        reply = self.granted(wait.session, wait.rid, wait.grants)
+        reply = self._granted(wait.session, wait.rid, wait.grants)
         self._l1.answer(wait.session, reply)
 
-    def granted(self, session: Session, rid: int, grants: Grants) -> m.Granted:
-        """The answer to a page of a store. Where its client has given it up, nobody will write there."""
+    def _granted(self, session: Session, rid: int, grants: Grants) -> m.Granted:
+        """Where its client has given it up, nobody will write there."""
         self.refused_full += grants.statuses.count(Grant.FULL)
         now, page = self._l1.clock.now, GrantedPage(grants.lease_id, grants.first, grants.statuses)
         given_up = session.granted.get(rid, page) is None
