@@ -85,10 +85,11 @@ def test_close_answers_who_asks_meanwhile_and_ends_every_thread(late: LateStart,
 def test_close_has_one_deadline_for_its_threads_and_its_session(
     objects: ServerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, allowed, ended = threading.Event(), list[float](), list[bool]()
+    go, allowed, ended, inside = threading.Event(), list[float](), list[bool](), list[bool]()
     join, close, lookup = threading.Thread.join, objects.client.close, objects.client.lookup
 
     def held(*args: Any, **options: Any) -> object:
+        inside.append(True)
         go.wait()
         return lookup(*args, **options)
 
@@ -104,7 +105,7 @@ def test_close_has_one_deadline_for_its_threads_and_its_session(
     monkeypatch.setattr(objects.client, "lookup", held)
     monkeypatch.setattr(objects.client, "close", noted_close)
     requests = [objects.find([key(1)], lambda _: ended.append(True)) for _ in range(THREADS + 3)]
-    until(lambda: objects._calls.qsize() == 3, "a call on each thread")
+    until(lambda: len(inside) == THREADS, "a call on each thread")
     monkeypatch.setattr(threading.Thread, "join", noted_join)
     objects.close(drain_s=0.2)
     monkeypatch.undo()
@@ -113,7 +114,6 @@ def test_close_has_one_deadline_for_its_threads_and_its_session(
     assert len(ended) == 3, "what had not begun was left without an answer"
     go.set()
     assert [each.result() for each in requests] == [[False]] * (THREADS + 3)
-    until(lambda: not any(each.is_alive() for each in objects._threads), "the threads to end")
 
 
 def test_a_callback_of_a_host_may_close_its_objects(objects: ServerObjects) -> None:
