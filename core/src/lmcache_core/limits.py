@@ -232,9 +232,9 @@ SUBSCRIBER_RETRY_S_MAX = 60.0
 EVENTS_CLOSE_S = 2.0  # at the end the first subscriber that hangs is waited for so long, and all others together
 
 HELPERS_MAX = 16  # each is a process and a thread that waits for it
-HELPER_PAUSE_S = 0.5  # before a helper that has ended is started again; doubles up to …
+HELPER_PAUSE_S = 0.5  # before a helper that ended soon after the last start is started again; doubles up to …
 HELPER_PAUSE_S_MAX = 30.0
-HELPER_STEADY_S = 60.0  # a helper that ran this long starts again with the first pause
+HELPER_STEADY_S = 10.0  # a helper that ran this long is started again at once, like one that ends for the first time
 HELPER_STOP_S = 5.0  # when the server stops; then the helper is killed
 
 # --- time -------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The helpers of a server: started with it, restarted with a growing pause, and stopped with it, however it ends."""
+"""The helpers of a server: started with it, restarted at once and then with a growing pause, and stopped with it, however
+it ends."""
 
 from __future__ import annotations
 
@@ -109,16 +110,17 @@ class _Watched:
         }
 
     def _run(self) -> None:
-        pause_s = limits.HELPER_PAUSE_S
+        pause_s = 0.0
         while not self._ending.is_set():
             self._last_end = self._run_once() or self._last_end
             if self._ending.is_set():
                 break
             if time.monotonic() - self._since_s >= limits.HELPER_STEADY_S:
-                pause_s = limits.HELPER_PAUSE_S
-            log.warning("helper %s ended (%s), and is started again in %g s", self.name, self._last_end, pause_s)
+                pause_s = 0.0
+            again = f"in {pause_s:g} s" if pause_s else "at once"
+            log.warning("helper %s ended (%s), and is started again %s", self.name, self._last_end, again)
             self._ending.wait(pause_s)
-            pause_s = min(2 * pause_s, limits.HELPER_PAUSE_S_MAX)
+            pause_s = min(max(2 * pause_s, limits.HELPER_PAUSE_S), limits.HELPER_PAUSE_S_MAX)
 
     def _run_once(self) -> str:
         """Run it once; returns how it ended, in words."""
