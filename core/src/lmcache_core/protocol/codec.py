@@ -119,7 +119,7 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
         blob = b"".join(keys)
     except TypeError as error:
         raise UsageError(f"keys must be bytes-like objects of {KEY_BYTES} bytes each: {error}") from None
-    if len(blob) != KEY_BYTES * len(keys) or any(len(key) != KEY_BYTES for key in keys):
+    if not {KEY_BYTES}.issuperset(map(len, keys)):
         for position, key in enumerate(keys):
             if len(key) != KEY_BYTES:
                 raise UsageError(

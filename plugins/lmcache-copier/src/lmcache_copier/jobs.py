@@ -16,7 +16,8 @@ from lmcache_core.client import PagesCall, PagesResult
 from lmcache_core.errors import ProtocolError
 from lmcache_core.kernel.answers import Reason
 
-_NAMED = {number: status for status, number in m.STATUSES.items()}
+_STATUSES = tuple(Status)  # as `messages.STATUSES` numbers them
+_REASONS = tuple(Reason)
 _SLICE_S = 0.05
 
 
@@ -100,8 +101,8 @@ class ServerJob:
         counts = [len(each.keys) for each in self._entries]
         if [len(row) for row in reply.statuses] != counts or [len(row) for row in reply.reasons] != counts:
             raise ProtocolError("the copier's answer is of other keys")
-        statuses = [[_NAMED[byte] for byte in row] for row in reply.statuses]
-        reasons = [[Reason(byte) for byte in row] for row in reply.reasons]
+        statuses = [list(map(_STATUSES.__getitem__, row)) for row in reply.statuses]
+        reasons = [list(map(_REASONS.__getitem__, row)) for row in reply.reasons]
         untrusted = [array("q", row).tolist() for row in reply.untrusted]
         if self._asked_to_end and self._until is not None and time.monotonic() >= self._until:
             _name_late(statuses, reasons, Status.MISS if self._writes else Status.UNREACHABLE)

@@ -1,5 +1,4 @@
-"""The helpers of a server: started with it, restarted at once and then with a growing pause, and stopped with it, however
-it ends."""
+"""The helpers of a server: started with it, and again with a growing pause, and stopped with it, however it ends."""
 
 from __future__ import annotations
 
