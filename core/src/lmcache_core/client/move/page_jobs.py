@@ -844,12 +844,13 @@ class StoreJob(PagesJob):
             self._wait_for_answer(timeout_s)
 
     def _end(self, status: Status, reason: Reason) -> None:
-        """What has landed is stored anyway; nobody reads the answer."""
+        """What has landed is stored anyway, as far as the server is there: nobody waits for its answer."""
+        del status
         self._commit_copied()
         self._hear_answers()
         for answer in self._answers:
             for at in answer.frame.positions:
                 if self._statuses[answer.frame.entry][at] is Status.MISS:
-                    self._note(answer.frame.entry, at, status, reason)
+                    self._note(answer.frame.entry, at, Status.UNREACHABLE, reason)
         self._answers.clear()
         self._finish()
