@@ -10,6 +10,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from lmcache_copier import check, register_pages
 from lmcache_copier import messages as m
 from lmcache_copier.channel import Incoming, send
+from lmcache_copier.limits import MEASURED_BYTES_MAX, ROWS_MAX_EACH, ROWS_MAX_TOTAL
 from lmcache_copier.link import Mark
 from lmcache_copier.pages import ServerPages
 from lmcache_copier.settings import CopierSettings
@@ -44,6 +46,7 @@ class Stranger:
         self.sock.connect(str(node.path))
         self._incoming: Incoming[m.CopierReply] = Incoming(self.sock, m.CopierReply)
         self._waiting: list[m.CopierReply] = []
+        self._numbers: list[int] = []  # what it has registered
         assert isinstance(self.hear(), m.CopierWelcome)
 
     def __enter__(self) -> Stranger:
@@ -64,9 +67,18 @@ class Stranger:
             self._waiting += self._incoming.messages()
         return self._waiting.pop(0)
 
+    def forget(self) -> None:
+        """Unregister all that it has registered."""
+        for number in self._numbers:
+            assert isinstance(self.ask(m.UnregisterMemory(1, number)), m.CopierDone)
+        self._numbers.clear()
+
     def ask(self, message: msgspec.Struct) -> m.CopierReply | None:
         send(self.sock, message)
-        return self.hear()
+        reply = self.hear()
+        if isinstance(reply, m.MemoryRegistered):
+            self._numbers.append(reply.registration)
+        return reply
 
 
 def registration(**changes: object) -> m.RegisterMemory:
@@ -130,7 +142,7 @@ def test_a_length_beyond_the_limit_and_descriptors_without_end_are_refused(share
                 "pieces": [m.MemoryPiece(START, 1 << 40, -1, False)],
                 "groups": [m.GroupOf(7, "uint8", [1 << 30], "", [m.RegionOf(0, 0, 1, 1, 1 << 31)], 1 << 30)],
             },
-            "objects of 1,073,741,824 pages",
+            "1,073,741,824 pages, or parts of large ones",
         ),
     ],
 )
@@ -236,6 +248,41 @@ def test_a_killed_copier_is_there_again_at_once_and_auto_says_what_it_took(
         return list(pages.retrieve([(0, names, list(range(8)))]).statuses[0]) == [Status.HIT] * 4
 
     until(served, "another copier")
+
+
+def test_what_engines_take_of_the_copiers_memory_is_bounded_each_and_together_and_given_back(
+    shared_node: Node,
+) -> None:
+    large = m.GroupOf(7, "uint8", [ROWS_MAX_EACH // 2], "", [m.RegionOf(0, 0, 1, 1, 8)], ROWS_MAX_EACH // 2)
+    with Stranger(shared_node) as stranger:
+        for _ in range(3):  # it is free again each time
+            for number in range(2):
+                assert isinstance(stranger.ask(registration(rid=number, groups=[large])), m.MemoryRegistered)
+            refused = stranger.ask(registration(groups=[large]))
+            assert isinstance(refused, m.CopierRefused)
+            assert f"this engine has {ROWS_MAX_EACH:,} already" in refused.message
+            stranger.forget()
+        with ExitStack() as stack:
+            others = [stack.enter_context(Stranger(shared_node)) for _ in range(ROWS_MAX_TOTAL // ROWS_MAX_EACH + 1)]
+            replies = [each.ask(registration(groups=[large])) for each in others for _ in range(2)]
+            refusals = [each.message for each in replies if isinstance(each, m.CopierRefused)]
+            assert len(refusals) == 2
+            assert all("all engines have" in each for each in refusals)
+
+    def allowed() -> bool:
+        with Stranger(shared_node) as again:
+            return isinstance(again.ask(registration(groups=[large])), m.MemoryRegistered)
+
+    until(allowed, "what the others had")
+
+
+def test_a_measurement_of_more_than_is_worth_it_is_refused(shared_node: Node) -> None:
+    ids = array("q", [0, 1]).tobytes() * (MEASURED_BYTES_MAX // 8192 + 1)
+    with Stranger(shared_node) as stranger:
+        assert isinstance(stranger.ask(registration()), m.MemoryRegistered)
+        reply = stranger.ask(m.MeasurePages(2, 1, 0, ids))
+        assert isinstance(reply, m.CopierRefused)
+        assert "are not measured" in reply.message
 
 
 # --- words ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from lmcache_copier import ServerPages, messages, register_pages
+from lmcache_copier import jobs as jobs_module
 from lmcache_copier import link as link_module
 from lmcache_copier.channel import Incoming
 from lmcache_copier.pages import SharedFile, access_of
@@ -148,7 +149,7 @@ class CopyingServer(ServerProcess):
         return [*super()._command(), "--copier.threads", "1"]
 
 
-def test_a_server_that_hangs_costs_a_job_its_deadline_and_the_copier_lives_on() -> None:
+def test_a_server_that_hangs_costs_a_job_its_deadline_and_the_copier_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = bytearray(b"\x01" * 8 * PAGE)
     with CopyingServer(32 << 20) as server, server.client() as client:
         until(lambda: client.status()["operations"]["copier"]["copier"], "the copier")
@@ -164,6 +165,14 @@ def test_a_server_that_hangs_costs_a_job_its_deadline_and_the_copier_lives_on() 
             assert list(missed.reasons[0]) == [Reason.LATE] * 2
             assert list(missed.statuses[0]) == [Status.MISS] * 2
             assert missed.untrusted == [[]]
+            cancelled, ahead_s = pages.store_start([(0, keys(2, 20), IDS)], deadline_s=600.0, reads=False), [0.0]
+            monkeypatch.setattr(jobs_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0]))
+            cancelled.leave()
+            ahead_s[0] = 6000.0  # the user's cancel is not called late, however late it is answered
+            assert cancelled.wait(60)
+            assert cancelled.result is not None
+            assert list(cancelled.result.statuses[0]) == [Status.ABORTED] * 2
+            assert list(cancelled.result.reasons[0]) == [Reason.NONE] * 2
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert until(lambda: pages.retrieve([(0, keys(2), IDS)]).hits == 2, "the server again")
@@ -368,6 +377,23 @@ def test_a_job_that_is_cancelled_while_it_waits_touches_nothing(start: Callable[
         if status is Status.ABORTED and not job.result.untrusted[0]:
             assert target[2 * at * PAGE : 2 * (at + 1) * PAGE] == b"\x01" * 2 * PAGE
     until(lambda: node.l1["leases_by_kind"]["read"] == 0, "its lease has ended")
+
+
+def test_a_cancelled_store_is_not_called_aborted_where_the_pool_has_it(node: Node) -> None:
+    """The copy under way ends after the cancel, and all is whole then: it is committed."""
+    for turn in range(6):
+        with closing(SlowPages(8)) as slow:
+            pages = registered(node, one_group(slow.buffer, model=f"cancelled {turn}"))
+            job = pages.store_start([(0, keys(2), IDS)], reads=False)
+            slow.wait_touched()
+            job.leave()
+            slow.give(0, 8, b"abcd")
+            assert job.wait(60)
+            assert job.result is not None
+            for name, status in zip(keys(2), job.result.statuses[0], strict=True):
+                if status is Status.ABORTED:
+                    assert node.client.lookup([name], namespace=pages.groups[0].namespace).hits == 0
+    until(lambda: free_slots(node), "the slots are free")
 
 
 def test_a_clear_dooms_what_is_being_copied(node: Node, slow: SlowPages) -> None:

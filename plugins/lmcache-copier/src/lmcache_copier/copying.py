@@ -8,17 +8,17 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_copier.limits import CHUNK_BYTES, ROWS_MAX, ROWS_TOTAL_MAX
+from lmcache_copier.limits import CHUNK_BYTES, ROWS_MAX
 from lmcache_copier.vm import Reach, UnreachableMemoryError
 from lmcache_core.buffers import address_of
 from lmcache_core.client import page_engine
-from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.errors import UsageError
 from lmcache_core.guard import guarded
 from lmcache_core.threads import started
 
@@ -73,14 +73,14 @@ class PlannedTables:
     """The tables of a registration: those of the extension, which check page ids, and the plans of the groups."""
 
     def __init__(self, words: tuple[tuple[Any, ...], ...]) -> None:
-        """`words`: as `RegionTables.words` has them. Raises `LimitError` for objects of too many pages."""
-        rows = sum(row[2] * -(-nbytes // CHUNK_BYTES) for row in words for nbytes in row[0][1::3])
-        if rows > ROWS_TOTAL_MAX:
-            raise LimitError(
-                f"objects of {rows:,} pages and parts of {CHUNK_BYTES:,} bytes: at most {ROWS_TOTAL_MAX:,}"
-            )
+        """`words`: as `RegionTables.words` has them."""
         self.tables = own_engine.PageTables(words)
         self.plans = [GroupPlan(row[0], row[2]) for row in words]
+
+
+def rows_of(words: tuple[tuple[Any, ...], ...]) -> int:
+    """How many rows the plans of these groups have: what they take is known before they are made."""
+    return sum(row[2] * -(-nbytes // CHUNK_BYTES) for row in words for nbytes in row[0][1::3])
 
 
 class PlannedBatch:
@@ -124,7 +124,7 @@ class JobCopies:
         self.until = until  # monotonic: past that nothing more is copied
         self.cancelled = False
         self.fault = ""
-        self._jobs: list[ReachJob] = []
+        self._made: list[tuple[ReachJob, Sequence[tuple[Any, ...]]]] = []
 
     def PageTables(self, words: object) -> PlannedTables:
         """Those of the registration."""
@@ -139,14 +139,23 @@ class JobCopies:
         """Copies of some objects."""
         del by_region  # whoever waits does not see regions
         job = ReachJob(self, batch, parts, gather, keep)
-        self._jobs.append(job)
+        self._made.append((job, parts))
         return job
 
     def cancel(self) -> None:
         """When this returns, nothing touches the engine's pages any more, and nothing will."""
         self.cancelled = True
-        for job in list(self._jobs):
+        for job, _ in list(self._made):
             job.stop()
+
+    def begun(self) -> Iterator[tuple[int, int, bool]]:
+        """Objects that were written to, in the pool or in pages: entry, position, and whether they are whole. After
+        `cancel` no other ones will be."""
+        for job, parts in list(self._made):
+            for number, part in enumerate(parts):
+                for position, status in zip(part[1], job.statuses(number), strict=True):
+                    if status & WRITTEN:
+                        yield part[0], position, status == COPIED | WRITTEN
 
 
 def _log_fault(error: BaseException) -> None:

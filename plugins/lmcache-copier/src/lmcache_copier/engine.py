@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_copier import messages as m
+from lmcache_copier.budget import Budget, Share
 from lmcache_copier.channel import Incoming, frame_of, pidfd_of
 from lmcache_copier.check import why_unreachable
 from lmcache_copier.copying import CopyThreads, JobCopies, measured_s
@@ -44,6 +45,7 @@ class EngineJob:
     ) -> None:
         self.message = message
         self.rid = message.rid
+        self.nbytes = sum(len(each.keys) + len(each.ids) + len(each.promises) for each in message.entries)
         self.registration = registration
         self.copies = copies
         self.running: Any = None  # the job of the client, once there is one
@@ -78,7 +80,7 @@ class Engine:
 
     def __init__(
         self, sock: socket.socket, client: Client, submit: Callable[[EngineJob], None], helpers: CopyThreads,
-        figures: Callable[[str, int], None],
+        figures: Callable[[str, int], None], rows: Budget, job_bytes: Budget,
     ) -> None:  # fmt: skip
         self._sock = sock
         self._client = client
@@ -90,6 +92,7 @@ class Engine:
         self._registrations: dict[int, Registration] = {}
         self._jobs: dict[int, EngineJob] = {}
         self._numbers = 0
+        self._rows, self._job_bytes = Share(rows), Share(job_bytes)
         self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest)
         self._sending = threading.Lock()  # guards the next three
         self._broken = False
@@ -116,6 +119,8 @@ class Engine:
         finally:
             for job in list(self._jobs.values()):
                 job.cancel()
+            for registration in self._registrations.values():
+                registration.close()
             self._registrations.clear()
             incoming.close()
             with self._sending:
@@ -197,7 +202,7 @@ class Engine:
             if self._pidfd is None:
                 raise UnreachableMemoryError(0, "it is in another pid namespace")
             engine = EngineReach(self.pid, self._pidfd, message.mark_at, message.mark)
-            made = Registration(self._client, engine, message.pieces, message.groups, descriptors)
+            made = Registration(self._client, engine, message.pieces, message.groups, descriptors, self._rows)
         finally:
             for each in descriptors:
                 each.close()
@@ -217,7 +222,7 @@ class Engine:
         for job in list(self._jobs.values()):
             if job.registration is registration:
                 self._cancel(job.rid)
-        del self._registrations[number]
+        self._registrations.pop(number).close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
@@ -236,11 +241,12 @@ class Engine:
             self._run(job, entries, promises, left)
 
         job = EngineJob(message, registration, copies, run)
+        self._job_bytes.take(job.nbytes)
         self._jobs[message.rid] = job
         try:
             self._submit(job)
         except CacheError:
-            del self._jobs[message.rid]
+            self._is_over(job)
             raise
 
     def _run(
@@ -251,7 +257,7 @@ class Engine:
         deadline_s: float | None,
     ) -> None:
         if job.is_cancelled():
-            self._finish(job, None)
+            self._give_up(job)
             return
         message = job.message
         try:
@@ -270,41 +276,60 @@ class Engine:
             job.running.wait()
             self._finish(job, job.running.result)
         except CacheError as error:
-            job.copies.cancel()
-            if job.finish():
-                self._jobs.pop(job.rid, None)
-                self._send(m.CopierRefused(job.rid, error.code, str(error)))
+            self._give_up(job, error)
         except Exception:
             log.exception("a job has failed")
-            job.copies.cancel()
-            if job.finish():
-                self._jobs.pop(job.rid, None)
-                self._send(m.CopierRefused(job.rid, CacheError.code, "the copier failed; the server's log has why"))
+            self._give_up(job, CacheError("the copier failed; the server's log has why"))
 
     def _cancel(self, rid: int) -> None:
         """Of a job that has ended there is nothing to cancel, and its answer is on its way."""
         job = self._jobs.get(rid)
         if job is not None:
             job.cancel()
-            if job.running is None:  # nothing was copied, and nothing will be: the server's answers are not waited for
-                self._finish(job, None)
+            if job.running is None and not any(job.copies.begun()):  # it may wait for a server that hangs
+                self._give_up(job)
 
-    def _finish(self, job: EngineJob, result: PagesResult | None) -> None:
-        if not job.finish():
+    def _is_over(self, job: EngineJob) -> bool:
+        """Whether the caller is the one to answer."""
+        first = job.finish()
+        if first:
+            self._jobs.pop(job.rid, None)
+            self._job_bytes.free(job.nbytes)
+        return first
+
+    def _give_up(self, job: EngineJob, error: CacheError | None = None) -> None:
+        """Answer it by what was copied, without the client's word on it. What was not read whole is not stored; whether
+        the rest is, is not known."""
+        job.copies.cancel()
+        if not self._is_over(job):
             return
-        self._jobs.pop(job.rid, None)
-        if result is None:
-            counts = [len(each.keys) // KEY_BYTES for each in job.message.entries]
-            aborted = m.STATUSES[Status.ABORTED]
-            self._send(
-                m.JobFinished(
-                    job.rid,
-                    [bytes([aborted]) * count for count in counts],
-                    [bytes(count) for count in counts],
-                    [b"" for _ in counts],
-                    [bytes(8 * count) for count in counts],
-                )
+        begun = list(job.copies.begun())
+        if error is not None and not begun:
+            self._send(m.CopierRefused(job.rid, error.code, str(error)))
+            return
+        entries, store = job.message.entries, isinstance(job.message, m.StorePages)
+        counts = [len(each.keys) // KEY_BYTES for each in entries]
+        statuses = [bytearray([m.STATUSES[Status.ABORTED]]) * count for count in counts]
+        untrusted = [b"" for _ in counts]
+        for entry, position, whole in begun:
+            if store and whole:
+                statuses[entry][position] = m.STATUSES[Status.UNREACHABLE]
+            elif not store:
+                nbytes = len(entries[entry].ids) // counts[entry]
+                untrusted[entry] += entries[entry].ids[position * nbytes : (position + 1) * nbytes]
+        self._send(
+            m.JobFinished(
+                job.rid,
+                [bytes(row) for row in statuses],
+                [bytes(count) for count in counts],
+                untrusted,
+                [bytes(8 * count) for count in counts],
+                "" if error is None else str(error),
             )
+        )
+
+    def _finish(self, job: EngineJob, result: PagesResult) -> None:
+        if not self._is_over(job):
             return
         moved = result.hits or result.stored
         self._count("jobs", 1)
@@ -326,13 +351,18 @@ class Engine:
         if message.group >= len(registration.groups):
             raise UsageError(f"no group {message.group}; {len(registration.groups)} are registered")
         group = registration.groups[message.group]
-        if group.object_bytes > MEASURED_BYTES_MAX:
-            raise LimitError(
-                f"objects of {group.object_bytes:,} bytes are not measured: {MEASURED_BYTES_MAX:,} at most"
-            )
         count = len(message.ids) // (8 * group.pages_per_object)
+        if count * group.object_bytes > MEASURED_BYTES_MAX:
+            raise LimitError(
+                f"{count:,} objects of {group.object_bytes:,} bytes are not measured: {MEASURED_BYTES_MAX:,} bytes at "
+                "most"
+            )
         copies = registration.copies(self._helpers, None)
-        seconds = measured_s(copies, registration.planned, message.group, count, message.ids, group.object_bytes)
+        self._job_bytes.take(group.object_bytes)
+        try:
+            seconds = measured_s(copies, registration.planned, message.group, count, message.ids, group.object_bytes)
+        finally:
+            self._job_bytes.free(group.object_bytes)
         if copies.fault:
             raise UnreachableMemoryError(0, copies.fault)
         self._send(m.PagesMeasured(message.rid, seconds))

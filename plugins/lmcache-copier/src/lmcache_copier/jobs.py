@@ -33,7 +33,7 @@ class ServerJob:
         self._pages = [call.batch.ids(number) for number in range(len(call.entries))] if self._writes else []
         self._until = None if call.deadline_s is None else time.monotonic() + call.deadline_s
         self._link = link
-        self._asked_to_end = False
+        self._asked_to_end = self._late = False
         self._result: PagesResult | None = None
         self.fault = why  # why pages could not be copied, or the copier could not be asked; empty: they could
         self._call: CopierCall | None = None
@@ -81,6 +81,7 @@ class ServerJob:
             if self._link.wait(self._call, timeout_s):
                 self._end(self._call)
             elif self._until is not None and time.monotonic() >= self._until:
+                self._late = self._late or not self._asked_to_end
                 self.leave()  # it knows its deadline, too, and may be about to answer
         return self._result is not None
 
@@ -92,7 +93,7 @@ class ServerJob:
             self._result = self._made(reply)
         elif reply is not None:
             self.fault = reply.message
-            self._result = self._failed(Status.ABORTED, nothing_written=False)  # it may have failed in the middle
+            self._result = self._failed(Status.ABORTED, nothing_written=True)  # it was refused before anything
         else:
             self.fault = call.lost
             self._result = self._unreachable(nothing_written=False)
@@ -104,7 +105,7 @@ class ServerJob:
         statuses = [list(map(_STATUSES.__getitem__, row)) for row in reply.statuses]
         reasons = [list(map(_REASONS.__getitem__, row)) for row in reply.reasons]
         untrusted = [array("q", row).tolist() for row in reply.untrusted]
-        if self._asked_to_end and self._until is not None and time.monotonic() >= self._until:
+        if self._late:
             _name_late(statuses, reasons, Status.MISS if self._writes else Status.UNREACHABLE)
         return PagesResult(statuses, reasons, untrusted, [array("Q", row) for row in reply.incarnations])
 

@@ -8,7 +8,8 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_copier.copying import CopyThreads, JobCopies, PlannedTables
+from lmcache_copier.budget import Share
+from lmcache_copier.copying import CopyThreads, JobCopies, PlannedTables, rows_of
 from lmcache_copier.messages import GroupOf, MemoryPiece, RegionOf
 from lmcache_copier.vm import EngineReach, MappedReach, Reach
 from lmcache_core import Client, Layout, PageGroup, Region
@@ -58,8 +59,10 @@ class Registration:
         pieces: Sequence[MemoryPiece],
         groups: Sequence[GroupOf],
         descriptors: Sequence[Descriptor],
+        rows: Share,
     ) -> None:
-        """Raises `UsageError` for what does not fit together, and `UnreachableMemoryError`."""
+        """`rows`: what the engine may have of them. Raises `UsageError` for what does not fit together, `LimitError`,
+        and `UnreachableMemoryError`."""
         mapped = {piece.descriptor >= 0 for piece in pieces}
         if len(mapped) != 1:
             raise UsageError("memory is given by address or by descriptor, and not both ways in one registration")
@@ -74,8 +77,19 @@ class Registration:
             starts = [piece.address for piece in pieces]
             self.reach = engine
         self._tables = _tables(pieces, starts, groups)
-        self.planned = PlannedTables(self._tables.words())
         self.groups = self._tables.groups
+        words = self._tables.words()
+        self._rows, self._taken = rows, rows_of(words)
+        rows.take(self._taken)
+        try:
+            self.planned = PlannedTables(words)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Forget it. The caller's jobs have ended."""
+        self._rows.free(self._taken)
 
     def copies(self, helpers: CopyThreads, until: float | None) -> JobCopies:
         """For one job."""

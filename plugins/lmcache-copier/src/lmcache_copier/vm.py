@@ -2,8 +2,9 @@
 what is not there, where a copy through a mapping would be ended by a signal.
 
 A pid names whoever has it now. So an engine registers a *mark*: random bytes that stand at one place of its memory.
-Each read takes the mark along in the same system call, and so knows whose bytes it got; each write is preceded by a
-look at the mark and at the engine's pidfd.
+Each read takes the mark along in the same system call, and so knows whose bytes it got. Each write is preceded by a
+look at the mark, and followed by one at the engine's pidfd: a pid is nobody else's before its process has ended, so what
+was written while it had not was written to the engine.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class EngineReach(Reach):
     def write(self, ours: array[int], theirs: array[int], nbytes: int) -> None:
         self.check()
         _do(_WRITE, self.pid, ours, theirs, nbytes)
+        self.check_lives()
 
     def _check_mark(self, seen: bytes) -> None:
         if seen != self._mark:
