@@ -110,9 +110,16 @@ static int read_group(PageTables *self, PyObject *given, pages_group *group) {
     return fault || !regions ? -1 : 0;
 }
 
-/* The device that has the memory: see device_read. */
-static int read_device(PageTables *self, PyObject *given) {
+/* The device that has the memory, see device_read, and in which of its allocations each region is. */
+static int read_device(PageTables *self, PyObject *given, PyObject *allocations) {
     Py_buffer found;
+    if (words_of(allocations, &found, (Py_ssize_t)self->regions, "allocations") < 0)
+        return -1;
+    const uint64_t *number = found.buf;
+    for (size_t group = 0; group < self->count; group++)
+        for (size_t i = 0; i < self->groups[group].count; i++)
+            ((pages_region *)self->groups[group].regions)[i].allocation = *number++;
+    PyBuffer_Release(&found);
     if (words_of(given, &found, -1, "device") < 0)
         return -1;
     int fits = device_read(&self->device, found.buf, (size_t)found.len / 8);
@@ -123,9 +130,10 @@ static int read_device(PageTables *self, PyObject *given) {
 }
 
 static PyObject *tables_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"groups", "device", NULL};
-    PyObject *given, *device = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:PageTables", names, &PyTuple_Type, &given, &device))
+    static char *names[] = {"groups", "device", "allocations", NULL};
+    PyObject *given, *device = Py_None, *allocations = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|OO:PageTables", names, &PyTuple_Type, &given, &device,
+                                     &allocations))
         return NULL;
     PageTables *self = (PageTables *)type->tp_alloc(type, 0);
     if (!self)
@@ -137,7 +145,7 @@ static PyObject *tables_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     for (; self->groups && self->count < count && !PyErr_Occurred(); self->count++)
         read_group(self, PyTuple_GET_ITEM(given, (Py_ssize_t)self->count), &self->groups[self->count]);
     if (!PyErr_Occurred() && device != Py_None)
-        read_device(self, device);
+        read_device(self, device, allocations);
     if (!PyErr_Occurred() && self->classes > count)
         PyErr_SetString(PyExc_ValueError, "alias is not below the number of groups");
     if (PyErr_Occurred())

@@ -33,7 +33,8 @@ enum { PAGES_WRITTEN = 1, PAGES_MISSED = 2, PAGES_CHANGED = 4, PAGES_DAMAGED = 8
 typedef struct {
     unsigned char *base;
     uint64_t page_bytes, page_stride;
-    uint64_t slot_at; /* where this region's part begins in the slot */
+    uint64_t slot_at;    /* where this region's part begins in the slot */
+    uint64_t allocation; /* of a device, which copies nothing that lies in two of them; host memory: all the same */
 } pages_region;
 
 typedef struct {
@@ -119,9 +120,10 @@ static inline pages_cursor pages_seek(const pages_group *group, uint64_t at) {
     return cursor;
 }
 
-/* The next bytes up to `to` that are contiguous on both sides. False: there are none. */
+/* The next bytes up to `to` that are contiguous on both sides, and in one allocation. False: there are none. */
 static inline bool pages_next(const pages_group *group, const int64_t *ids, pages_cursor *cursor, uint64_t to,
                               pages_piece *piece) {
+    uint64_t allocation = 0;
     *piece = (pages_piece){.at = cursor->at};
     while (cursor->at < to && piece->n < PAGES_PIECE_BYTES) {
         const pages_region *region = &group->regions[cursor->region];
@@ -129,15 +131,18 @@ static inline bool pages_next(const pages_group *group, const int64_t *ids, page
         unsigned char *here = NULL;
         if (id != PAGES_UNTOUCHED)
             here = region->base + (uint64_t)id * region->page_stride + cursor->in_page;
-        if (piece->n && (here ? !piece->memory || here != piece->memory + piece->n : piece->memory != NULL))
+        if (piece->n && (here ? !piece->memory || here != piece->memory + piece->n || region->allocation != allocation
+                              : piece->memory != NULL))
             break;
         uint64_t n = region->page_bytes - cursor->in_page;
         if (n > to - cursor->at)
             n = to - cursor->at;
         if (n > PAGES_PIECE_BYTES - piece->n)
             n = PAGES_PIECE_BYTES - piece->n;
-        if (!piece->n)
+        if (!piece->n) {
             piece->memory = here;
+            allocation = region->allocation;
+        }
         piece->n += n;
         cursor->at += n;
         cursor->in_page += n;

@@ -172,9 +172,12 @@ class Index:
 class PageTables:
     """Regions of pages, in groups. Of each group: the regions as words (base, page_bytes, page_stride for each), pages,
     pages_per_object, null_page or None, alias, exact (see `client.regions.RegionTables`). The caller holds the memory.
-    `device`: what `devices.Device.words` says of the GPU that all of it lies on."""
+    `device`: what `devices.Device.words` says of the GPU that all of it lies on, and then `allocations`: a u64 for each
+    region, alike for those in one allocation; no copy lies in two of them."""
 
-    def __new__(cls, groups: tuple[tuple[Any, ...], ...], device: Buffer | None = None) -> Self: ...
+    def __new__(
+        cls, groups: tuple[tuple[Any, ...], ...], device: Buffer | None = None, allocations: Buffer | None = None
+    ) -> Self: ...
 
 @final
 class PageBatch:

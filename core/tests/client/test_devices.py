@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(native is None, reason="pages of a GPU are copie
 WAIT_S = 60.0
 LAYERS, BLOCKS, PAGE, STRIDE = 3, 24, 5000, 5376
 BYTES = LAYERS * BLOCKS * STRIDE
+PAGE_BYTES = 1 << 16  # a multiple of any machine's pages
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -173,6 +174,24 @@ def stored(pages: Pages, memory: Any, ids: Sequence[int]) -> tuple[list[bytes], 
     assert pages.store([(0, keys, ids)]).stored == len(keys)
     memory.write(np.zeros_like(before))
     return keys, before
+
+
+def test_regions_that_are_adjacent_by_chance_are_copied_apart(client: Client, driver: CDLL) -> None:
+    """The device refuses a copy that lies in two of its allocations. Here a page ends where the next region begins."""
+    first = HostMemory(driver, 2 * PAGE_BYTES)
+    driver.host_give_back(first.address)
+    memories = [HostMemory(driver, PAGE_BYTES, first.address + at * PAGE_BYTES) for at in range(2)]
+    regions = [Region(each, 0, PAGE_BYTES, PAGE_BYTES, 1, "cuda") for each in memories]
+    pages = client.register_pages([PageGroup(space_of(2 * PAGE_BYTES), regions, 1)])
+    contents = [os.urandom(PAGE_BYTES) for _ in memories]
+    for memory, content in zip(memories, contents, strict=True):
+        memory.write(np.frombuffer(content, np.uint8))
+    keys = keys_of(1)
+    assert pages.store([(0, keys, [0])]).stored == 1
+    for memory in memories:
+        memory.write(0)
+    assert pages.retrieve([(0, keys, [0])]).hits == 1
+    assert [bytes(each.read()) for each in memories] == contents
 
 
 @pytest.mark.parametrize("verify", ["never", "always"])

@@ -163,7 +163,7 @@ enum { STOP_OBJECTS = 6, STOP_PAGE = 1 << 20 };
 
 static void check_stop(uint64_t *dice, unsigned char *memory, unsigned char *slot) {
     static trial t;
-    t.regions[0] = (pages_region){memory, STOP_PAGE, STOP_PAGE, 0};
+    t.regions[0] = (pages_region){memory, STOP_PAGE, STOP_PAGE, 0, 0};
     t.group = (pages_group){.regions = t.regions, .count = 1, .pages = STOP_OBJECTS, .pages_per_object = 1,
                             .object_bytes = STOP_PAGE};
     for (int i = 0; i < STOP_OBJECTS; i++) {
@@ -229,7 +229,7 @@ static void check_race(size_t rounds) {
     uint64_t half = RACE_BYTES / RACE_PAGES / 2;
     for (int region = 0; region < 2; region++) /* halves of each page, as two layers would be */
         t.regions[region] = (pages_region){&memory[0][0] + (size_t)region * half, half, 2 * half,
-                                           (uint64_t)region * half * RACE_PAGES};
+                                           (uint64_t)region * half * RACE_PAGES, 0};
     t.group = (pages_group){.regions = t.regions, .count = 2, .pages = RACE_KEYS * RACE_PAGES,
                             .pages_per_object = RACE_PAGES, .object_bytes = RACE_BYTES};
     while (!atomic_load(&r.over) || !whole) {

@@ -3,8 +3,8 @@ what is not there, where a copy through a mapping would be ended by a signal.
 
 A pid names whoever has it now. So an engine registers a *mark*: random bytes that stand at one place of its memory.
 Each read takes the mark along in the same system call, and so knows whose bytes it got. Each write is preceded by a
-look at the mark, and followed by one at the engine's pidfd: a pid is nobody else's before its process has ended, so what
-was written while it had not was written to the engine.
+look at the mark, and followed by one at the engine's pidfd: a pid is nobody else's before its process has ended, so
+what was written while it had not was written to the engine.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _device_words(tables: RegionTables) -> list[array[int]]:
         raise UsageError(
             "pages of a GPU are copied by the C extension, which is not in use: lmcache-core check says why"
         )
-    return [tables.device.words]
+    return [tables.device.words, tables.allocations]
 
 
 def _entry_of(number: int, given: PageEntry | tuple[Any, ...]) -> PageEntry:

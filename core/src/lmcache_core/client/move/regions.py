@@ -109,6 +109,7 @@ class RegionTables(NamedTuple):
     device: Device | None
     watched: tuple[tuple[str, Callable[[], object], object], ...]  # memory, and how to tell that it is unchanged
     shaky: tuple[tuple[tuple[str, Place], ...], ...]  # by group, whose memory may go away although we hold it
+    allocations: array[int]  # of a device, by region, which of its allocations it is in
 
     @classmethod
     def of(cls, groups: Sequence[PageGroup], memory: Memory | None = None) -> RegionTables:
@@ -119,11 +120,13 @@ class RegionTables(NamedTuple):
             raise UsageError("no groups: give at least one PageGroup")
         places = tuple(_places(number, group, memory) for number, group in enumerate(given))
         if memory is not None:
-            return cls(given, places, *_sharing(places), None, (), tuple(() for _ in given))
+            return cls(given, places, *_sharing(places), None, (), tuple(() for _ in given), array("Q"))
         device = _device_of(given, places)
         watched = _watched(places, device is not None)
         shaky = tuple(() if device is not None else _shaky(number, own) for number, own in enumerate(places))
-        return cls(given, places, *_sharing(places), device, watched, shaky)
+        flat = [] if device is None else [place for own in places for place in own]
+        allocations = array("Q", [allocation_at(place.base) % 2**64 for place in flat])
+        return cls(given, places, *_sharing(places), device, watched, shaky, allocations)
 
     def check_there(self, pages: Sequence[GroupPages] = (), *, writes: bool = False) -> None:
         """Raises `StaleRegionError` if memory was freed since registration, or these pages cannot be read (written).
