@@ -25,10 +25,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["core", "plugins/lmcache-mock", "plugins/lmcache-fs", "contrib/lmcache-testing", "contrib/lmcache-bench",
-           "contrib/lmcache-core-vllm"]  # fmt: skip
+SOURCES = ["core", "plugins/lmcache-mock", "plugins/lmcache-fs", "plugins/lmcache-copier", "contrib/lmcache-testing",
+           "contrib/lmcache-bench", "contrib/lmcache-core-vllm"]  # fmt: skip
 TESTS = ["core/tests/client/test_devices.py", "core/tests/client/test_device_schedules.py",
          "core/tests/pool/test_cuda.py", "core/tests/server/test_pinning.py",
+         "plugins/lmcache-copier/tests/test_gpu.py",
          "contrib/lmcache-core-vllm/tests/test_devices.py"]  # fmt: skip
 NEEDED = ["pytest", "numpy", "pluggy", "zmq", "msgspec", "pydantic", "pydantic_settings", "dotenv", "xxhash",
           "hypothesis", "packaging"]  # fmt: skip

@@ -7,7 +7,7 @@ lmcache-testing, which explores schedules. Host memory has no device: the proces
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 # Host memory is registered in steps that begin at multiples of this, and no copy of ours crosses one: CUDA refuses a
 # copy whose host side lies in two registrations. One call over all of a large pool would keep every other call of the
@@ -44,6 +44,49 @@ class Device(Protocol):
 
     def message_of(self, fault: int) -> str:
         """What an error number of the device means."""
+
+
+class SharedAllocation(NamedTuple):
+    """An allocation of a device that another process may open. `handle`: what it opens."""
+
+    handle: bytes
+    start: int
+    nbytes: int
+
+
+class SharedEvent(DeviceEvent, Protocol):
+    """An event that another process may wait for. It is not recorded anew while anybody keeps this."""
+
+    @property
+    def name(self) -> bytes:
+        """What `SharingDevice.event_named` takes there."""
+
+
+class SharingDevice(Device, Protocol):
+    """A device whose memory two processes may have: one has allocated it, the other opens, uses and closes it. All
+    raise `UsageError` with the device's words.
+
+    The caller sees to the order: closed before it is freed, and not used once it is closed.
+    """
+
+    @property
+    def uuid(self) -> bytes:
+        """16 bytes that name it in every process."""
+
+    def shared(self, address: int) -> SharedAllocation:
+        """The allocation at an address of this process."""
+
+    def open(self, handle: bytes) -> SharedAllocation:
+        """Another process's, mapped here. Open it once."""
+
+    def close(self, start: int) -> None:
+        """End that."""
+
+    def record_shared(self, stream: int | None) -> SharedEvent:
+        """As `record`."""
+
+    def event_named(self, name: bytes) -> DeviceEvent:
+        """Another process's event."""
 
 
 class HostRegistrar(Protocol):

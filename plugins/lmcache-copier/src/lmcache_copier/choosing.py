@@ -73,6 +73,8 @@ def register_pages(
 def measured(own: Pages, there: ServerPages) -> tuple[float, float, int]:
     """Seconds to read objects of the first group by the engine and by the copier, and how many bytes. Each way once
     before it counts, as the first touch of memory costs more. Raises as the calls do."""
+    if own.tables.device is not None:
+        raise UsageError('memory of a GPU is not measured: say "server" for the copier')
     group = own.groups[0]
     pages = [each for each in range(group.pages) if each != group.null_page]
     per_object = group.pages_per_object

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -114,33 +115,18 @@ class CopyThreads:
             guarded(_log_fault, self._work.popleft())
 
 
-class JobCopies:
+class Copies(ABC):
     """The engine of one job: what `Pages` calls to copy. `cancel` ends all its copies, also those yet to begin."""
 
-    def __init__(self, tables: PlannedTables, reach: Reach, helpers: CopyThreads, until: float | None) -> None:
-        self._tables = tables
-        self.reach = reach
-        self.helpers = helpers
-        self.until = until  # monotonic: past that nothing more is copied
+    fault: Any  # why something was not copied, in words; empty: nothing was in the way
+
+    def __init__(self) -> None:
         self.cancelled = False
-        self.fault = ""
-        self._made: list[tuple[ReachJob, Sequence[tuple[Any, ...]]]] = []
+        self._made: list[tuple[Any, Sequence[tuple[Any, ...]]]] = []
 
-    def PageTables(self, words: object) -> PlannedTables:
-        """Those of the registration."""
-        del words
-        return self._tables
-
-    PageBatch = PlannedBatch
-
-    def PageJob(
-        self, batch: PlannedBatch, parts: Sequence[tuple[Any, ...]], gather: bool, by_region: bool, keep: object
-    ) -> ReachJob:
-        """Copies of some objects."""
-        del by_region  # whoever waits does not see regions
-        job = ReachJob(self, batch, parts, gather, keep)
-        self._made.append((job, parts))
-        return job
+    @abstractmethod
+    def PageJob(self, batch: Any, parts: Sequence[tuple[Any, ...]], *more: Any) -> Any:
+        """As the extension's, and kept for `cancel`. Once the job was cancelled, it copies nothing."""
 
     def cancel(self) -> None:
         """When this returns, nothing touches the engine's pages any more, and nothing will."""
@@ -156,6 +142,32 @@ class JobCopies:
                 for position, status in zip(part[1], job.statuses(number), strict=True):
                     if status & WRITTEN:
                         yield part[0], position, status == COPIED | WRITTEN
+
+
+class JobCopies(Copies):
+    """By process_vm calls."""
+
+    def __init__(self, tables: PlannedTables, reach: Reach, helpers: CopyThreads, until: float | None) -> None:
+        super().__init__()
+        self._tables = tables
+        self.reach = reach
+        self.helpers = helpers
+        self.until = until  # monotonic: past that nothing more is copied
+        self.fault = ""
+
+    def PageTables(self, words: object) -> PlannedTables:
+        """Those of the registration."""
+        del words
+        return self._tables
+
+    PageBatch = PlannedBatch
+
+    def PageJob(self, batch: PlannedBatch, parts: Sequence[tuple[Any, ...]], *more: Any) -> ReachJob:
+        """Copies of some objects."""
+        gather, _, keep = more  # whoever waits does not see regions
+        job = ReachJob(self, batch, parts, gather, keep)
+        self._made.append((job, parts))
+        return job
 
 
 def _log_fault(error: BaseException) -> None:

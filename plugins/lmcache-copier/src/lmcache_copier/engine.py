@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,9 +19,9 @@ from lmcache_copier import messages as m
 from lmcache_copier.budget import Budget, Share
 from lmcache_copier.channel import Incoming, frame_of, pidfd_of
 from lmcache_copier.check import why_unreachable
-from lmcache_copier.copying import CopyThreads, JobCopies, measured_s
+from lmcache_copier.copying import Copies, CopyThreads, measured_s
 from lmcache_copier.limits import MEASURED_BYTES_MAX, OWED_BYTES_MAX, REGISTRATIONS_MAX
-from lmcache_copier.memory import Registration
+from lmcache_copier.memory import DeviceRegistration, HostRegistration, Registration
 from lmcache_copier.vm import EngineReach, UnreachableMemoryError
 from lmcache_core import Client, Promise, Status
 from lmcache_core.client import PagesResult
@@ -31,6 +32,7 @@ from lmcache_core.threads import started
 log = logging.getLogger("lmcache_copier")
 
 FOREVER = float("inf")
+_SLICE_S = 0.05
 
 
 class EngineJob:
@@ -40,7 +42,7 @@ class EngineJob:
         self,
         message: m.StorePages | m.RetrievePages,
         registration: Registration,
-        copies: JobCopies,
+        copies: Copies,
         run: Callable[[EngineJob], None],
     ) -> None:
         self.message = message
@@ -173,12 +175,15 @@ class Engine:
                 case m.RegisterMemory():
                     self._register(message, incoming)
                 case m.UnregisterMemory():
-                    self._unregister(message.registration)
-                    self._send(m.CopierDone(message.rid))
+                    registration = self._registration(message.registration)
+                    del self._registrations[message.registration]
+                    self._away(registration, partial(self._unregister, message.rid, registration))
                 case m.StorePages() | m.RetrievePages():
                     self._begin(message)
                 case m.CancelJob():
-                    self._cancel(message.rid)
+                    job = self._jobs.get(message.rid)  # of one that has ended, the answer is on its way
+                    if job is not None:
+                        self._away(job.registration, partial(self._cancel, job))
                 case m.MeasurePages():
                     self._measure(message)
                 case m.AskAlive():
@@ -201,8 +206,12 @@ class Engine:
                 raise LimitError(f"{REGISTRATIONS_MAX} registrations of this engine are there: unregister some")
             if self._pidfd is None:
                 raise UnreachableMemoryError(0, "it is in another pid namespace")
-            engine = EngineReach(self.pid, self._pidfd, message.mark_at, message.mark)
-            made = Registration(self._client, engine, message.pieces, message.groups, descriptors, self._rows)
+            made: Registration
+            if message.gpu:
+                made = DeviceRegistration(self._client, message, self._rows)
+            else:
+                engine = EngineReach(self.pid, self._pidfd, message.mark_at, message.mark)
+                made = HostRegistration(self._client, engine, message, descriptors, self._rows)
         finally:
             for each in descriptors:
                 each.close()
@@ -217,12 +226,18 @@ class Engine:
             raise UsageError(f"no memory is registered under {number}")
         return found
 
-    def _unregister(self, number: int) -> None:
-        registration = self._registration(number)
+    def _away(self, registration: Registration, work: Callable[[], None]) -> None:
+        """What ends jobs. On a GPU that lasts as long as what the engine had queued before them, and meanwhile this
+        copier is not to be taken for one that hangs."""
+        if isinstance(registration, HostRegistration) or started(work, "ending") is None:
+            work()
+
+    def _unregister(self, rid: int, registration: Registration) -> None:
         for job in list(self._jobs.values()):
             if job.registration is registration:
-                self._cancel(job.rid)
-        self._registrations.pop(number).close()
+                self._cancel(job)
+        registration.close()
+        self._send(m.CopierDone(rid))
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +247,7 @@ class Engine:
             raise UsageError(f"job {message.rid} is under way")
         until = None if message.deadline_s is None else time.monotonic() + message.deadline_s
         store = isinstance(message, m.StorePages)
-        copies = registration.copies(self._helpers, None if store else until)
+        copies = registration.copies(self._helpers, None if store else until, message.event)
         entries = [_entry(each) for each in message.entries]
         promises = [] if store else [_promise(each) for each in message.entries]
 
@@ -265,6 +280,8 @@ class Engine:
             if isinstance(message, m.StorePages):
                 job.running = pages.store_start(entries, deadline_s=deadline_s)
                 if message.tell_read:
+                    while not job.running.wait_read(_SLICE_S):  # of a GPU: its threads still copy
+                        pass
                     self._send(m.PagesRead(job.rid, job.running.waited_s))
             else:
                 verify = ("never", "first", "always")[message.verify]
@@ -281,13 +298,10 @@ class Engine:
             log.exception("a job has failed")
             self._give_up(job, CacheError("the copier failed; the server's log has why"))
 
-    def _cancel(self, rid: int) -> None:
-        """Of a job that has ended there is nothing to cancel, and its answer is on its way."""
-        job = self._jobs.get(rid)
-        if job is not None:
-            job.cancel()
-            if job.running is None and not any(job.copies.begun()):  # it may wait for a server that hangs
-                self._give_up(job)
+    def _cancel(self, job: EngineJob) -> None:
+        job.cancel()
+        if job.running is None and not any(job.copies.begun()):  # it may wait for a server that hangs
+            self._give_up(job)
 
     def _is_over(self, job: EngineJob) -> bool:
         """Whether the caller is the one to answer."""
@@ -350,6 +364,8 @@ class Engine:
         registration = self._registration(message.registration)
         if message.group >= len(registration.groups):
             raise UsageError(f"no group {message.group}; {len(registration.groups)} are registered")
+        if not isinstance(registration, HostRegistration):
+            raise UsageError("memory of a GPU is not measured")
         group = registration.groups[message.group]
         count = len(message.ids) // (8 * group.pages_per_object)
         if count * group.object_bytes > MEASURED_BYTES_MAX:

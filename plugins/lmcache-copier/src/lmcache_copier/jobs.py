@@ -27,8 +27,11 @@ class ServerJob:
 
     _writes: bool
 
-    def __init__(self, link: CopierLink | None, why: str, call: PagesCall, make: Callable[[int], Any]) -> None:
-        """`link`: None if there is no copier, which `why` says."""
+    def __init__(
+        self, link: CopierLink | None, why: str, call: PagesCall, make: Callable[[int], Any], event: object = None
+    ) -> None:
+        """`link`: None if there is no copier, which `why` says. `event`: kept until the job is over."""
+        self._event = event
         self._entries = call.entries
         self._pages = [call.batch.ids(number) for number in range(len(call.entries))] if self._writes else []
         self._until = None if call.deadline_s is None else time.monotonic() + call.deadline_s
@@ -165,9 +168,10 @@ class ServerRetrieve(ServerJob):
     _writes = True
 
     def __init__(
-        self, link: CopierLink | None, why: str, call: PagesCall, make: Callable[[int], Any], regions: int
-    ) -> None:
-        super().__init__(link, why, call, make)
+        self, link: CopierLink | None, why: str, call: PagesCall, make: Callable[[int], Any], event: object,
+        regions: int,
+    ) -> None:  # fmt: skip
+        super().__init__(link, why, call, make, event)
         self._regions = regions
 
     def done_region(self, region: int) -> bool:

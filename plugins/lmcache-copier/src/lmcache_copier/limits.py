@@ -19,6 +19,8 @@ CHUNK_BYTES = 512 << 10  # copied by one system call, and small enough that its 
 ROWS_MAX = 1023  # pages of one system call: the kernel takes 1,024, and one is the engine's mark
 MARK_BYTES = 16  # proves that memory is that of the engine which registered it
 ADDRESS_BITS = 56  # of any user's address
+HANDLE_BYTES = 64  # of an allocation or an event of CUDA's
+UUID_BYTES = 16  # of a GPU
 OWED_BYTES_MAX = 16 << 20  # answers that an engine has not read yet: beyond that it is dropped
 FIGURES_S = 1.0  # between two reports to the server
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class CopierCall:
         self.reply: Any = None
         self.lost = ""
         self.last = last
+        self.owners: object = None  # of memory that the copier has until then
 
     @property
     def over(self) -> bool:
@@ -90,7 +92,7 @@ class CopierLink:
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._calls: dict[int, CopierCall] = {}
-        self._rids = 0
+        self._rids = count(1)
         self._dead = False
         self._ended = False  # the connection, as far as we have seen
         self._asked_at: float | None = None  # since when the copier owes a sign of life
@@ -154,10 +156,8 @@ class CopierLink:
 
     def open(self, last: tuple[type[Any], ...]) -> CopierCall:
         """A call that is still to be sent, so that whoever asks can hold it before the copier knows of it."""
-        with self._lock:
-            self._rids += 1
-            call = CopierCall(self._rids, last)
-            self._calls[call.rid] = call
+        call = CopierCall(next(self._rids), last)
+        self._calls[call.rid] = call  # without the lock: see `unregister`
         return call
 
     def send(self, call: CopierCall, message: Any, fds: Sequence[int] = ()) -> None:
@@ -191,6 +191,13 @@ class CopierLink:
         next message."""
         self._owed.append(frame_of(message))
         self._send_owed()
+
+    def unregister(self, number: int, owners: object) -> None:
+        """Ask for it, and wait for nothing, as `post`. The owners of the memory are kept until it is answered, which
+        the next call hears, or the copier is dead."""
+        call = self.open((m.CopierDone,))
+        call.owners = owners
+        self.post(m.UnregisterMemory(call.rid, number))
 
     def _send_owed(self) -> None:
         if not self._owed or not self._sending.acquire(blocking=False):
@@ -298,7 +305,7 @@ class CopierLink:
         if self._dead:
             self._ended = True
             with self._lock:
-                calls, self._calls = list(self._calls.values()), {}
+                calls = [self._calls.pop(rid) for rid in list(self._calls)]
             for call in calls:
                 call.lost = why
 

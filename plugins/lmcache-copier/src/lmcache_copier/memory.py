@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import stat
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_copier.budget import Share
-from lmcache_copier.copying import CopyThreads, JobCopies, PlannedTables, rows_of
-from lmcache_copier.messages import GroupOf, MemoryPiece, RegionOf
+from lmcache_copier.copying import Copies, CopyThreads, JobCopies, PlannedTables, rows_of
+from lmcache_copier.gpu import DeviceCopies, OpenedAllocations
+from lmcache_copier.messages import GroupOf, MemoryPiece, RegionOf, RegisterMemory
 from lmcache_copier.vm import EngineReach, MappedReach, Reach
 from lmcache_core import Client, Layout, PageGroup, Region
 from lmcache_core.buffers import address_of
-from lmcache_core.client import Pages, RegionTables, pages_by
+from lmcache_core.client import Pages, RegionTables, page_engine, pages_by
 from lmcache_core.descriptors import Descriptor
-from lmcache_core.errors import UsageError
+from lmcache_core.devices.cuda import allocation_at, device_named
+from lmcache_core.errors import CacheError, UsageError
+from lmcache_core.native import native
 from lmcache_core.tokens.namespace import namespace_of_id
+
+log = logging.getLogger("lmcache_copier")
 
 UNTOUCHED = -1  # the id of pages that engines leave out
 
@@ -49,20 +57,42 @@ class MappedFile:
         return self._zero + piece.address
 
 
-class Registration:
+class Registration(ABC):
     """Memory of one engine, and how its pages lie there."""
+
+    groups: Sequence[PageGroup]
+
+    def __init__(self, rows: Share, taken: int) -> None:
+        """`rows`: what the engine may have of them. Raises `LimitError`."""
+        self._rows, self._taken = rows, taken
+        rows.take(taken)
+
+    @abstractmethod
+    def copies(self, helpers: CopyThreads, until: float | None, event: bytes | None) -> Copies:
+        """For one job, behind an event of the engine's, if it names one. Raises `UsageError`."""
+
+    @abstractmethod
+    def pages(self, copies: Any) -> Pages:
+        """The pages, copied by these."""
+
+    def close(self) -> None:
+        """Let go of the memory, when the jobs have ended."""
+        self._rows.free(self._taken)
+
+
+class HostRegistration(Registration):
+    """Of memory that the processor copies."""
 
     def __init__(
         self,
         client: Client,
         engine: EngineReach,
-        pieces: Sequence[MemoryPiece],
-        groups: Sequence[GroupOf],
+        message: RegisterMemory,
         descriptors: Sequence[Descriptor],
         rows: Share,
     ) -> None:
-        """`rows`: what the engine may have of them. Raises `UsageError` for what does not fit together, `LimitError`,
-        and `UnreachableMemoryError`."""
+        """Raises `UsageError` for what does not fit together, `LimitError`, and `UnreachableMemoryError`."""
+        pieces = message.pieces
         mapped = {piece.descriptor >= 0 for piece in pieces}
         if len(mapped) != 1:
             raise UsageError("memory is given by address or by descriptor, and not both ways in one registration")
@@ -76,28 +106,77 @@ class Registration:
             engine.check()
             starts = [piece.address for piece in pieces]
             self.reach = engine
-        self._tables = _tables(pieces, starts, groups)
+        self._tables = _tables(pieces, starts, message.groups)
         self.groups = self._tables.groups
         words = self._tables.words()
-        self._rows, self._taken = rows, rows_of(words)
-        rows.take(self._taken)
+        super().__init__(rows, rows_of(words))
         try:
             self.planned = PlannedTables(words)
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Forget it. The caller's jobs have ended."""
-        self._rows.free(self._taken)
-
-    def copies(self, helpers: CopyThreads, until: float | None) -> JobCopies:
+    def copies(self, helpers: CopyThreads, until: float | None, event: bytes | None = None) -> JobCopies:
         """For one job."""
+        if event is not None:
+            raise UsageError("this memory is not of a GPU: there is no event to wait for")
         return JobCopies(self.planned, self.reach, helpers, until)
 
     def pages(self, copies: JobCopies) -> Pages:
         """The pages, copied by these."""
         return pages_by(self._client.links, self._tables, copies)
+
+
+class DeviceRegistration(Registration):
+    """Of allocations on a GPU, open until it is closed."""
+
+    def __init__(self, client: Client, message: RegisterMemory, rows: Share) -> None:
+        """Raises `UsageError`, and `LimitError`."""
+        super().__init__(rows, len(message.pieces) + len(message.allocations))
+        try:
+            self._open(message)
+        except BaseException:
+            super().close()
+            raise
+        self._client = client
+
+    def _open(self, message: RegisterMemory) -> None:
+        if native is None:
+            raise UsageError("pages of a GPU are copied by the C extension, which the copier does not have")
+        self._device = device_named(message.gpu)
+        self._opened = OpenedAllocations(self._device, message.allocations)
+        try:
+            pieces = message.pieces
+            starts = [self._opened.address(each.descriptor, each.address, each.nbytes) for each in pieces]
+            tables = _tables(pieces, starts, message.groups)
+            flat = [place for own in tables.places for place in own]
+            allocations = array("Q", [allocation_at(place.base) % 2**64 for place in flat])
+            self._tables = tables._replace(allocations=allocations)
+            self._made = page_engine().PageTables(tables.words(), self._device.words, allocations)
+        except BaseException:
+            self._opened.close()
+            raise
+        self.groups = tables.groups
+
+    def close(self) -> None:
+        """The engine may free the memory then. What the driver does not close is closed by the end of this process."""
+        try:
+            self._opened.close()
+        except CacheError as error:
+            log.critical("memory of an engine cannot be closed (%s): this process ends", error)
+            os._exit(1)
+        super().close()
+
+    def copies(self, helpers: CopyThreads, until: float | None, event: bytes | None) -> DeviceCopies:
+        """For one job."""
+        del helpers, until  # threads of the extension copy, and end with the job
+        if event is None:
+            raise UsageError("this memory is of a GPU: name the event that its pages are ready behind")
+        return DeviceCopies(self._made, self._device, self._device.event_named(event))
+
+    def pages(self, copies: DeviceCopies) -> Pages:
+        """The pages, copied by these."""
+        return pages_by(self._client.links, self._tables._replace(device=copies), copies)
 
 
 def _mapped(pieces: Sequence[MemoryPiece], descriptors: Sequence[Descriptor]) -> dict[tuple[int, bool], MappedFile]:

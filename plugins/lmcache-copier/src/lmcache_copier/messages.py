@@ -10,16 +10,25 @@ from typing import Annotated
 
 import msgspec
 
-from lmcache_copier.limits import ADDRESS_BITS, DESCRIPTORS_MAX, GROUPS_MAX, MARK_BYTES, REGIONS_MAX
+from lmcache_copier.limits import (
+    ADDRESS_BITS,
+    DESCRIPTORS_MAX,
+    GROUPS_MAX,
+    HANDLE_BYTES,
+    MARK_BYTES,
+    REGIONS_MAX,
+    UUID_BYTES,
+)
 from lmcache_core import Status
 from lmcache_core.protocol.ranges import U64, Axes, Seconds, Shape, Word
 
-VERSION = 1
+VERSION = 2
 STATUSES = {status: number for number, status in enumerate(Status)}
 
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << ADDRESS_BITS)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Handle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 
 class _CopierMessage(msgspec.Struct, forbid_unknown_fields=True, tag=True):
@@ -27,12 +36,12 @@ class _CopierMessage(msgspec.Struct, forbid_unknown_fields=True, tag=True):
 
 
 class MemoryPiece(msgspec.Struct, forbid_unknown_fields=True):
-    """Memory of an engine. `descriptor`: the position among the descriptors that come with the message, and `address`
-    is an offset in its file; -1: it is the process's own."""
+    """Memory of an engine. `descriptor`: the position among the descriptors that come with the message, or among the
+    allocations of a GPU that it names, and `address` is an offset there; -1: it is the process's own."""
 
     address: Address
     nbytes: Address
-    descriptor: Annotated[int, msgspec.Meta(ge=-1, lt=DESCRIPTORS_MAX)]
+    descriptor: Annotated[int, msgspec.Meta(ge=-1, lt=REGIONS_MAX)]
     readonly: bool
 
 
@@ -59,7 +68,8 @@ class GroupOf(msgspec.Struct, forbid_unknown_fields=True):
 
 class RegisterMemory(_CopierMessage):
     """`mark`: bytes that stand at `mark_at` in the engine's memory, and nowhere else. `files`: how many descriptors
-    come with the message, whether or not a piece is in each."""
+    come with the message, whether or not a piece is in each. `gpu`: the UUID of the one that has all of the memory, in
+    these `allocations`, which the engine keeps until they are unregistered."""
 
     rid: Number
     mark_at: Address
@@ -67,10 +77,12 @@ class RegisterMemory(_CopierMessage):
     pieces: Annotated[list[MemoryPiece], msgspec.Meta(max_length=REGIONS_MAX)]
     groups: Annotated[list[GroupOf], msgspec.Meta(max_length=GROUPS_MAX)]
     files: Annotated[int, msgspec.Meta(ge=0, le=DESCRIPTORS_MAX)] = 0
+    gpu: Annotated[bytes, msgspec.Meta(max_length=UUID_BYTES)] = b""
+    allocations: Annotated[list[Handle], msgspec.Meta(max_length=REGIONS_MAX)] = []
 
 
 class UnregisterMemory(_CopierMessage):
-    """Answered with `CopierDone` once nothing of the copier touches that memory any more."""
+    """Answered with `CopierDone` once nothing of the copier touches that memory any more, or has it open."""
 
     rid: Number
     registration: Number
@@ -89,23 +101,25 @@ class JobEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 class StorePages(_CopierMessage):
     """From pages to the pool. Answered with `JobFinished`, and before that, if the engine wants to know when its pages
-    may change again, with `PagesRead`."""
+    may change again, with `PagesRead`. `event`: of a GPU; no page is touched before it."""
 
     rid: Number
     registration: Number
     entries: list[JobEntry]
     deadline_s: Seconds | None
     tell_read: bool
+    event: Handle | None = None
 
 
 class RetrievePages(_CopierMessage):
-    """From the pool to pages. Answered with `JobFinished`. `verify`: the number of a level."""
+    """From the pool to pages. Answered with `JobFinished`. `verify`: the number of a level. `event`: see above."""
 
     rid: Number
     registration: Number
     entries: list[JobEntry]
     deadline_s: Seconds | None
     verify: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    event: Handle | None = None
 
 
 class CancelJob(_CopierMessage):

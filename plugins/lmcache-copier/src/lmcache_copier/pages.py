@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from lmcache_core import Client, PageEntry, PageGroup, Promise
 from lmcache_core.buffers import address_of
 from lmcache_core.client import Pages, PagesCall, PagesResult, RegionTables
 from lmcache_core.descriptors import Descriptor
+from lmcache_core.devices.contract import Device, SharedAllocation, SharedEvent, SharingDevice
 from lmcache_core.errors import CacheError, DisconnectedError, LimitError, UsageError
 from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.protocol.address import server_directory
@@ -90,13 +91,16 @@ class _Memory:
     def __init__(self, tables: RegionTables, files: Sequence[SharedFile]) -> None:
         """Raises `UsageError` for memory that the copier cannot reach in this way, and `LimitError` for more of it than
         a message may name: the copier would hang up."""
-        if tables.device is not None:
-            raise UsageError("the copier does not reach memory of a GPU: let the engine copy it")
         self._files = [Descriptor(os.dup, each.fd) for each in files]
-        spans = [_span(each) for each in files]
-        self._pieces = [
-            _piece(place.base, place.end, place.readonly, files, spans) for own in tables.places for place in own
-        ]
+        self._device = None if tables.device is None else _sharing(tables.device, files)
+        self._allocations: list[SharedAllocation] = []
+        if self._device is not None:
+            self._allocations, self._pieces = _shared(self._device, tables)
+        else:
+            spans = [_span(each) for each in files]
+            self._pieces = [
+                _piece(place.base, place.end, place.readonly, files, spans) for own in tables.places for place in own
+            ]
         self._groups: list[m.GroupOf] = []
         first = 0
         for group in tables.groups:
@@ -127,7 +131,18 @@ class _Memory:
 
     def message(self, mark: Mark, rid: int) -> m.RegisterMemory:
         """Registers all of it."""
-        return m.RegisterMemory(rid, mark.at, mark.value, self._pieces, self._groups, len(self._files))
+        gpu = b"" if self._device is None else self._device.uuid
+        handles = [each.handle for each in self._allocations]
+        return m.RegisterMemory(rid, mark.at, mark.value, self._pieces, self._groups, len(self._files), gpu, handles)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is of a GPU."""
+        return self._device is not None
+
+    def event(self, stream: int | None) -> SharedEvent | None:
+        """Where the engine's stream stands now; None: of host memory."""
+        return None if self._device is None else self._device.record_shared(stream)
 
 
 def _span(file: SharedFile) -> tuple[int, int]:
@@ -145,6 +160,27 @@ def _piece(
         if first <= base and end <= last:
             return m.MemoryPiece(base - first + files[number].offset, end - base, number, readonly)
     raise UsageError("a region lies in none of these files: name those of all regions, or none")
+
+
+def _sharing(device: Device, files: Sequence[SharedFile]) -> SharingDevice:
+    if files:
+        raise UsageError("memory of a GPU lies in no file: name none")
+    if not hasattr(device, "record_shared"):
+        raise UsageError(f"memory of a {type(device).__name__} cannot be opened by another process")
+    return cast(SharingDevice, device)
+
+
+def _shared(device: SharingDevice, tables: RegionTables) -> tuple[list[SharedAllocation], list[m.MemoryPiece]]:
+    """The allocations that its places lie in, each once, and where."""
+    found: dict[int, tuple[int, SharedAllocation]] = {}  # by start
+    pieces = []
+    for place in (place for own in tables.places for place in own):
+        each = device.shared(place.base)
+        if place.end > each.start + each.nbytes:
+            raise UsageError("a region of a GPU lies in several allocations, which cannot be opened as one")
+        number, _ = found.setdefault(each.start, (len(found), each))
+        pieces.append(m.MemoryPiece(place.base - each.start, place.end - place.base, number, place.readonly))
+    return [each for _, each in found.values()], pieces
 
 
 class ServerPages:
@@ -184,7 +220,8 @@ class ServerPages:
                 self._registered = link, reply.registration
                 if self._end is not None:
                     self._end.detach()
-                self._end = weakref.finalize(self, _unregister, link, reply.registration)
+                owners = self._own.tables if self._memory.is_on_device else None
+                self._end = weakref.finalize(self, _unregister, link, reply.registration, owners)
                 self._end.atexit = False
             return self._registered
 
@@ -209,11 +246,12 @@ class ServerPages:
         deadline_s: float | None = None,
         traceparent: str = "",
         reads: bool = True,
+        stream: int | None = None,
     ) -> ServerStore:
-        """As `Pages.store_start`: when this returns, all pages have been read, and may change. `reads=False`: return at
-        once; the pages may change after `wait_read`."""
-        job = self._store(entries, deadline_s, traceparent, tell_read=True)
-        if reads:
+        """As `Pages.store_start`: when this returns, all pages have been read, and may change. `reads=False`, and of a
+        GPU always: return at once; the pages may change after `wait_read`."""
+        job = self._store(entries, deadline_s, traceparent, stream, tell_read=True)
+        if reads and not self._memory.is_on_device:
             try:
                 job.wait_read()
             except BaseException:
@@ -227,25 +265,29 @@ class ServerPages:
         *,
         deadline_s: float | None = None,
         traceparent: str = "",
+        stream: int | None = None,
     ) -> PagesResult:
         """The same, and waits for the result."""
-        return waited(self._store(entries, deadline_s, traceparent, tell_read=False))
+        return waited(self._store(entries, deadline_s, traceparent, stream, tell_read=False))
 
     def _store(
         self,
         entries: Sequence[PageEntry | tuple[Any, ...]],
         deadline_s: float | None,
         traceparent: str,
+        stream: int | None,
         *,
         tell_read: bool,
     ) -> ServerStore:
-        call = self._own.checked(entries, deadline_s, None, writes=False, traceparent=traceparent)
+        call = self._own.checked(entries, deadline_s, stream, writes=False, traceparent=traceparent)
+        event = self._memory.event(stream)
         link, number, why = self._reached()
 
         def make(rid: int) -> m.StorePages:
-            return m.StorePages(rid, number, _entries(call), _seconds(call.deadline_s), tell_read)
+            name = None if event is None else event.name
+            return m.StorePages(rid, number, _entries(call), _seconds(call.deadline_s), tell_read, name)
 
-        return ServerStore(link, why, call, make)
+        return ServerStore(link, why, call, make, event)
 
     def retrieve_start(
         self,
@@ -255,11 +297,13 @@ class ServerPages:
         order: Literal["region", "object"] = "object",
         deadline_s: float | None = None,
         verify: str | None = None,
+        stream: int | None = None,
     ) -> ServerRetrieve:
         """As `Pages.retrieve_start`. `order` has no meaning here: a region is done when the job is."""
         if order not in ("region", "object"):
             raise UsageError(f'order is {order!r}: use "region" or "object"')
-        call = self._own.checked(entries, deadline_s, None, writes=True)
+        call = self._own.checked(entries, deadline_s, stream, writes=True)
+        event = self._memory.event(stream)
         held = list(promises) or [None] * len(call.entries)
         if len(held) != len(call.entries) or not all(each is None or isinstance(each, Promise) for each in held):
             raise UsageError(f"promises are given by entry: {len(call.entries)} of them, a `Promise` or None each")
@@ -267,9 +311,10 @@ class ServerPages:
         link, number, why = self._reached()
 
         def make(rid: int) -> m.RetrievePages:
-            return m.RetrievePages(rid, number, _entries(call, held), _seconds(call.deadline_s), level)
+            name = None if event is None else event.name
+            return m.RetrievePages(rid, number, _entries(call, held), _seconds(call.deadline_s), level, name)
 
-        return ServerRetrieve(link, why, call, make, self._regions)
+        return ServerRetrieve(link, why, call, make, event, self._regions)
 
     def retrieve(
         self,
@@ -278,9 +323,12 @@ class ServerPages:
         promises: Sequence[Promise | None] = (),
         deadline_s: float | None = None,
         verify: str | None = None,
+        stream: int | None = None,
     ) -> PagesResult:
         """The same, and waits for the result."""
-        return waited(self.retrieve_start(entries, promises=promises, deadline_s=deadline_s, verify=verify))
+        return waited(
+            self.retrieve_start(entries, promises=promises, deadline_s=deadline_s, verify=verify, stream=stream)
+        )
 
     def measure(self, group: int, ids: array[int]) -> float:
         """Seconds that the copier takes to read these pages, as objects, with their checksums."""
@@ -297,9 +345,9 @@ class ServerPages:
         return link, number, ""
 
 
-def _unregister(link: CopierLink, number: int) -> None:
+def _unregister(link: CopierLink, number: int, owners: object) -> None:
     if link.usable:
-        link.post(m.UnregisterMemory(0, number))
+        link.unregister(number, owners)
 
 
 def _seconds(deadline_s: float | None) -> float | None:
