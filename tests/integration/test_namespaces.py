@@ -141,7 +141,7 @@ def test_a_layout_keeps_its_id_across_a_restart_and_a_namespace_with_objects_its
     for number in range(8):
         assert read(node, fresh, number) is Status.HIT
     until(lambda: not fresh.status()["pool"]["adopted"]["pending"], "the adoption")
-    with pytest.raises(UsageError, match="use a separate namespace"):
+    with pytest.raises(UsageError, match="give that layout, or another namespace"):
         node.client().links.current().bind_id(space(3).id, other)
 
 
@@ -159,7 +159,7 @@ def test_a_namespace_keeps_its_layout_before_the_first_adopted_object_of_it_is_m
         assert successor.parts.adopting is not None
         session = Session(id=1, peer=None, uid=0, pid=0, carrier="", origin="")
         for taken, right, wrong in ((space(1), SMALL, other), (space(2, other), other, SMALL)):
-            with pytest.raises(UsageError, match="use a separate namespace") as refused:
+            with pytest.raises(UsageError, match="give that layout, or another namespace") as refused:
                 successor.parts.namespaces.register(session, taken.id, wrong)
             assert f"{right.fingerprint:x}" in str(refused.value)  # nobody has said yet what it looks like
             assert str(wrong) in str(refused.value)

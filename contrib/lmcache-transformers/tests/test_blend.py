@@ -426,7 +426,7 @@ def test_attention_that_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyP
         return found.transpose(1, 2).contiguous(), None
 
     transformers.AttentionInterface.register("by_itself", by_itself)
-    model.config._attn_implementation = "by_itself"
+    model.set_attn_implementation("by_itself")
     with pytest.raises(UsageError, match="0 calls of attention were seen in 2 layers"):
         rope_of(model, geometry_of(model))
 

@@ -183,7 +183,7 @@ def test_a_second_layout_for_a_namespace_is_refused_and_its_hits_stay(ways: Ways
     ways.store(1, 2)
     for client in (ways.index, ways.rpc):
         client.links.current().remove_binding(OTHER_SPACE)
-        with pytest.raises(UsageError, match="use a separate namespace"):
+        with pytest.raises(UsageError, match="give that layout, or another namespace"):
             client.links.current().bind_id(OTHER_SPACE.id, FAT)
     assert ways.retrieve(1, 2).hits == 2
 

@@ -104,9 +104,8 @@ def _print_known(namespaces: Mapping[str, Mapping[str, Any]]) -> None:
         return
     title = "nobody else uses this namespace: compare model, dtype, shape and the rest with those the server knows"
     rows = [(each["label"], each["layout"], str(each["sessions"]), name) for name, each in namespaces.items()]
+    print("Keys of vLLM's blocks come from its own hashes: lmcache-core check --engine vllm says what they missed.")
     print_table(("known namespace", "layout", "sessions", "id"), rows, title=title, right=(2,))
-    print()
-    print("An engine's own block hashes are no token ids: for vLLM, run lmcache-core check --engine vllm.")
 
 
 def _row(each: KeyExplanation) -> tuple[str, str, str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUESTION_TOKENS_MAX = 256  # of those behind the last chunk, the last ones
 
 
-class _Watched(TorchFunctionMode):
+class _Watched(TorchFunctionMode):  # type: ignore[misc]  # torch is not there where types are checked
     """Sees the model's calls of attention, and changes none of them. `paid`: of each layer, the probabilities of the
     tokens that are held, `[tokens]`, summed over heads and new tokens."""
 
