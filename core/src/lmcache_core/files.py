@@ -53,12 +53,13 @@ def _give_access_of(former: os.stat_result, handle: int) -> None:
 
 
 def inodes_are_scarce(directory: str | Path) -> bool:
-    """Whether the file system of this directory runs out of inodes. One that does not count them says 0 of 0."""
+    """Whether the file system of this directory has bytes and runs out of inodes. One that does not count them says 0
+    of 0, and one that makes them out of free blocks (XFS) has none when it has no bytes."""
     try:
         room = os.statvfs(directory)
     except OSError:
         return False
-    return room.f_files > 0 and room.f_favail <= _SCARCE_FRACTION * room.f_files
+    return room.f_bavail > 0 and room.f_files > 0 and room.f_favail <= _SCARCE_FRACTION * room.f_files
 
 
 def reason_of(error: OSError, directory: str | Path) -> str:

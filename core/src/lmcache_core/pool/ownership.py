@@ -136,7 +136,7 @@ def _marked(path: Path, mark: bytes) -> Descriptor:
         try:
             file = Descriptor(os.open, path.parent, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)
         except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # of the file system, of the kernel
                 raise
             file = _named(path)
             undo.callback(partial(unlink, file, path))

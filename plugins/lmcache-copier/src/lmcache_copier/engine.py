@@ -253,7 +253,10 @@ class Engine:
 
         def run(job: EngineJob) -> None:
             left = None if until is None else max(0.0, until - time.monotonic())
-            self._run(job, entries, promises, left)
+            try:
+                self._run(job, entries, promises, left)
+            finally:
+                self._job_bytes.free(job.nbytes)  # only now: until then its message and keys are kept, answered or not
 
         job = EngineJob(message, registration, copies, run)
         self._job_bytes.take(job.nbytes)
@@ -262,6 +265,7 @@ class Engine:
             self._submit(job)
         except CacheError:
             self._is_over(job)
+            self._job_bytes.free(job.nbytes)
             raise
 
     def _run(
@@ -308,7 +312,6 @@ class Engine:
         first = job.finish()
         if first:
             self._jobs.pop(job.rid, None)
-            self._job_bytes.free(job.nbytes)
         return first
 
     def _give_up(self, job: EngineJob, error: CacheError | None = None) -> None:
