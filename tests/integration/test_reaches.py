@@ -31,7 +31,7 @@ LEFT = {
     "contrib/examples/lmcache-etcd/tests/test_in_a_server.py": (1, BETWEEN),
     "contrib/lmcache-hosts/tests/hosts/test_mlperf.py": (
         1,
-        "moves an entry down at once, as the benchmark does when full",
+        "moves an entry down as a full tier does",
     ),
     "core/tests/client/test_odd_buffers.py": (3, "makes tensors of kinds that torch makes for itself"),
     "core/tests/tiers/test_verdicts.py": (1, BETWEEN),

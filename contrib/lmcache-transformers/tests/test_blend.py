@@ -257,6 +257,7 @@ def test_without_a_certificate_that_does_nothing_blends(client: Client, tmp_path
     row = json.loads(certificate(tmp_path, model).read_text())["chains"][0]
     for changes, words in (
         ({"chains": []}, "certifies nothing"),
+        ({"chains": [row, row | {"divergence": {"mean": 9.0, "deviation": 0}}]}, "two rows of the same conditions"),
         ({"dtype": "float16"}, "is for KV in float16"),
         ({"model": "other"}, "is for the model other"),
         ({"weights": "0" * 64}, "is for the model tiny@"),

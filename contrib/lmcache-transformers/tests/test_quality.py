@@ -190,6 +190,25 @@ def test_a_measurement_goes_on_where_it_was_killed(
     file.write_bytes(b"no line of ours\n" + file.read_bytes())
     assert main(quality_of) != 0
     assert "line 1" in capsys.readouterr().err
+    file.write_bytes(b'{"somebody": "else"}')  # one line without an end, as a program writes its settings
+    assert main(quality_of) != 0
+    assert "has another content than outcomes" in capsys.readouterr().err
+    assert file.read_bytes() == b'{"somebody": "else"}'
+
+
+def test_prompts_that_are_shorter_than_two_sizes_count_for_both(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lmcache_blend._native", reason="built without C")
+    words, prompts, file = TEXT.split(), tmp_path / "prompts.jsonl", tmp_path / "outcomes.jsonl"
+    prompts.write_text(json.dumps({"documents": [" ".join(words[:30]), " ".join(words[40:70])], "question": "word1"}))
+    options = ["quality", str(folder), "--prompts", str(prompts), "--answer", "2", "--blend", "0.25", "--json"]
+    assert main([*options, "--chunk-tokens", "64", "128", "--outcomes", str(file)]) == 0
+    both = json.loads(capsys.readouterr().out)["chains"]
+    assert [row["prompts"] for row in both] == [1, 1]
+    assert file.read_bytes().count(b"\n") == 1  # cut alike: measured once
+    assert main([*options, "--chunk-tokens", "96", "--outcomes", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["chains"][0]["divergence"] == both[0]["divergence"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,17 @@ def test_no_order_of_three_documents_reuses_more(client: Client, data: st.DataOb
     assert plan.tokens == len(prompt)
     assert plan.reused_tokens == reused(client, prompt)
     assert plan.reused_tokens == max(reused(client, joined(system, documents, order, question)) for order in orders)
+
+
+def test_a_plan_of_one_large_chunk_keeps_no_copies_of_its_documents(client: Client) -> None:
+    """Nothing is a whole chunk, so every order stays open, and has all of its tokens behind the last chunk."""
+    documents = [np.full(200, number) for number in range(64)]
+    tracemalloc.start()
+    plan = Planner(client, SPACE, 1 << 20).plan(np.zeros(20_000, np.uint32), documents)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (plan.reused_tokens, sorted(plan.order)) == (0, list(range(64)))
+    assert peak < 64 << 20  # copies take 80 kB for each of some 16,000 branches
 
 
 def test_a_stored_order_of_sixteen_is_found_again_from_any_other(client: Client) -> None:

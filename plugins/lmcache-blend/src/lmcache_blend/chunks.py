@@ -189,7 +189,7 @@ class Chunks:
                     )
                     pending.append((there[rank], part, handle))
         for found_there, part, handle in pending:
-            answer = handle.wait(max(0.0, deadline - time.monotonic()) + ANSWER_S)
+            answer = handle.wait(max(0.0, deadline + ANSWER_S - time.monotonic()))
             if answer is None:
                 handle.cancel()
             else:

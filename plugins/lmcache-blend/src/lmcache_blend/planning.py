@@ -21,6 +21,7 @@ from lmcache_core.tokens.keys import chunk_keys
 
 DOCUMENTS_MAX = 256  # of one prompt: a step looks at each, so the work grows with the square
 STEPS_PER_DOCUMENT = 4  # each looks at all documents that are left; a greedy walk takes one
+WALKED_TOKENS_MAX = 1 << 25  # of all branches: a tenth of a second or two
 SEEN_MAX = 65_536  # documents: about 10 MB. Then counts are halved, and single ones forgotten
 _Words = npt.NDArray[np.uint32]
 
@@ -83,12 +84,13 @@ class Plan(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """The beginning of a prompt of which every whole chunk is stored. `rest` are the tokens behind its last one."""
+    """The beginning of a prompt of which every whole chunk is stored. `rest` are the tokens behind its last one,
+    as views of documents: a branch copies none."""
 
     order: tuple[int, ...]
     chunks: int
     key: bytes | None
-    rest: _Words
+    rest: tuple[_Words, ...]
 
 
 class Planner:
@@ -115,8 +117,8 @@ class Planner:
     def plan(self, system: Tokens, documents: Sequence[Tokens], question: Tokens = ()) -> Plan:
         """Walk the tree of stored prefixes from `system` on: at each step all documents that are left are looked up
         behind those that were chosen. The branch that reaches farthest goes first; another is taken up when it
-        ends. When nothing more is stored, the rest follows, first what this planner has seen in most prompts: then the
-        next prompts have more to share. Raises `UsageError`.
+        ends. When nothing more is stored, or a walk has looked at `WALKED_TOKENS_MAX` tokens, the rest follows, first
+        what this planner has seen in most prompts: then the next prompts have more to share. Raises `UsageError`.
         """
         if len(documents) > DOCUMENTS_MAX:
             raise UsageError(f"{len(documents)} documents in one prompt, and the limit is {DOCUMENTS_MAX}")
@@ -126,21 +128,22 @@ class Planner:
         tokens = len(start) + sum(map(len, parts)) + len(last)
         steps_max = STEPS_PER_DOCUMENT * (len(parts) + 1)
         ends, open_branches = _Best(), _Open()
-        steps, branches = 0, 2
-        (root,) = self._extended(_Branch((), 0, None, start[:0]), [(None, start)])
+        steps, branches, walked = 0, 2, 0
+        (root,) = self._extended(_Branch((), 0, None, ()), [(None, start)])
         ends.note(root)
         open_branches.add(root)
-        while steps < steps_max and (best := open_branches.take()) is not None:
+        while steps < steps_max and walked < WALKED_TOKENS_MAX and (best := open_branches.take()) is not None:
             left = [at for at in range(len(parts)) if at not in best.order]
             after: list[tuple[int | None, _Words]] = [(at, parts[at]) for at in left] or [(None, last)]
             steps, branches = steps + 1, branches + len(after)
+            walked += len(after) * sum(map(len, best.rest)) + sum(len(words) for _, words in after)
             for reached in self._extended(best, after):
                 ends.note(reached)
                 if left:
                     open_branches.add(reached)
         order = (*ends.order, *self._rest(parts, ends.order))
         whole = np.concatenate([start, *(parts[at] for at in order), last])
-        (reached,) = self._extended(_Branch((), 0, None, whole[:0]), [(None, whole)])
+        (reached,) = self._extended(_Branch((), 0, None, ()), [(None, whole)])
         return Plan(order, reached.branch.chunks * self.prefixes.chunk_tokens, tokens, steps, branches)
 
     def _rest(self, parts: Sequence[_Words], chosen: Sequence[int]) -> list[int]:
@@ -152,13 +155,26 @@ class Planner:
         """The branch with each of these behind it; each is one search of the index."""
         reached = []
         for number, words in steps:
-            text = np.concatenate([branch.rest, words]) if len(branch.rest) else words
+            pieces = (*branch.rest, words)
+            text = np.concatenate(pieces) if len(pieces) > 1 else words
             keys = self.prefixes.names(text, branch.key)
             hits = self.prefixes.stored(self.client, keys) if keys else 0
             order = branch.order if number is None else (*branch.order, number)
-            rest, last = text[len(keys) * self.prefixes.chunk_tokens :], keys[-1] if keys else branch.key
+            rest = _last(pieces, len(text) - len(keys) * self.prefixes.chunk_tokens)
+            last = keys[-1] if keys else branch.key
             reached.append(_Reached(_Branch(order, branch.chunks + hits, last, rest), hits == len(keys)))
         return reached
+
+
+def _last(pieces: Sequence[_Words], tokens: int) -> tuple[_Words, ...]:
+    """Views of the last so many tokens of the pieces."""
+    found: list[_Words] = []
+    for piece in reversed(pieces):
+        if tokens <= 0:
+            break
+        found.append(piece[max(0, len(piece) - tokens) :])
+        tokens -= len(piece)
+    return tuple(reversed(found))
 
 
 class _Reached(NamedTuple):

@@ -99,7 +99,10 @@ def _rows(path: Path, measure: str) -> dict[Conditions, list[Step]]:
         raise SettingsError(f"{SETTING}: {path} cannot be read: {error.strerror}", cure=cure) from error
     except ValueError as error:
         raise SettingsError(f"{SETTING}: {path} is no certificate: {error}", cure=cure) from error
-    return {conditions: row.steps for row in rows if (conditions := Conditions.read(row.lossy)) is not None}
+    found = [(conditions, row.steps) for row in rows if (conditions := Conditions.read(row.lossy)) is not None]
+    if len(dict(found)) != len(found):
+        raise SettingsError(f"{SETTING}: {path} has two rows of the same conditions", cure=cure)
+    return dict(found)
 
 
 def deviation_max(steps: Sequence[Step], divergence_max: float) -> float:

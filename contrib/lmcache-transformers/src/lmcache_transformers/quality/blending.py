@@ -22,6 +22,8 @@ from lmcache_transformers.quality.outcomes import Outcome, Outcomes, Tried
 from lmcache_transformers.quality.prompts import KINDS, Prompt, make_prompts, read_prompts, shipped
 from lmcache_transformers.room import cache_with_room, copy_rooms
 
+_Used = tuple[tuple[str, int], Tried]  # kind of the prompt and its documents; what came of it
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
@@ -94,6 +96,7 @@ def measure_blending(
     dtype. Raises `UsageError` where no prompt fits the model."""
     trial = Trial(model, geometry, frame_of(tokenizer), rope, options.answer, options.prefix_tokens)
     prompts = _in_turns(options, trial.tokens_max)
+    used: dict[int, list[_Used]] = {chunk_tokens: [] for chunk_tokens in options.chunk_tokens}
     with Outcomes(options.outcomes) as outcomes:
         for at, (chunk_tokens, prompt) in enumerate(prompts):
             sys.stderr.write(f"\rprompt {at + 1} of {len(prompts)}")
@@ -101,15 +104,13 @@ def measure_blending(
             digest = trial.digest(cut, options.shares, of)
             if digest not in outcomes:
                 lengths = list(map(len, cut.chunks))
-                documents = prompt.pieces or len(prompt.documents)
-                found = trial.run(cut, options.shares)
-                outcomes.add(Tried(digest, chunk_tokens, prompt.kind, documents, min(lengths), max(lengths), found))
-            outcomes.use(digest)
+                outcomes.add(Tried(digest, min(lengths), max(lengths), trial.run(cut, options.shares)))
+            part = (prompt.kind, prompt.pieces or len(prompt.documents))
+            used[chunk_tokens].append((part, outcomes[digest]))
         sys.stderr.write("\n")
     return [
         _quality(share, at, chunk_tokens, trial.prefix_tokens, own)
-        for chunk_tokens in options.chunk_tokens
-        for own in [[each for each in outcomes.used if each.chunk_tokens == chunk_tokens]]
+        for chunk_tokens, own in used.items()
         for at, share in enumerate(options.shares)
     ]
 
@@ -144,13 +145,13 @@ def _cells(options: argparse.Namespace, chunk_tokens: int, tokens_max: int) -> I
                 sys.stderr.write(f"left out: {documents} documents of {chunk_tokens} tokens, {kind}: {error}\n")
 
 
-def _quality(share: float, at: int, chunk_tokens: int, prefix_tokens: int, tried: Sequence[Tried]) -> BlendQuality:
+def _quality(share: float, at: int, chunk_tokens: int, prefix_tokens: int, used: Sequence[_Used]) -> BlendQuality:
     """`at`: which of the shares it is."""
-    outcomes = [each.outcomes[at] for each in tried]
+    outcomes = [tried.outcomes[at] for _, tried in used]
     groups: dict[tuple[str, int], list[Outcome]] = {}
-    for each in tried:
-        groups.setdefault((each.kind, each.documents), []).append(each.outcomes[at])
-    shortest, longest = min(each.shortest for each in tried), max(each.longest for each in tried)
+    for part, tried in used:
+        groups.setdefault(part, []).append(tried.outcomes[at])
+    shortest, longest = min(tried.shortest for _, tried in used), max(tried.longest for _, tried in used)
     return BlendQuality(
         f"blend {share:.0%} of {chunk_tokens}",
         Conditions(share, shortest, longest, prefix_tokens).lossy(),

@@ -26,16 +26,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """Of one prompt. `digest`: of all that the outcomes depend on; `chunk_tokens`: what was asked for; `shortest`,
-    `longest`: tokens of its chunks; `outcomes`: one for each share."""
+    """Of one prompt. `digest`: of all that the outcomes depend on; `shortest`, `longest`: tokens of its chunks;
+    `outcomes`: one for each share."""
 
     digest: str
-    chunk_tokens: int
-    kind: str
-    documents: int
     shortest: int
     longest: int
     outcomes: list[Outcome]
+
+
+_BEGINS = b'{"digest":'  # each line
 
 
 class Outcomes:
@@ -43,7 +43,6 @@ class Outcomes:
     removed: whoever wrote it was killed. Raises `UsageError` for other lines that are none of a prompt."""
 
     def __init__(self, path: Path | None) -> None:
-        self.used: list[Tried] = []
         self._known: dict[str, Tried] = {}
         self._file: IO[bytes] | None = None
         if path is None:
@@ -56,6 +55,8 @@ class Outcomes:
             unless_read.enter_context(self._file)
             self._file.seek(0)
             whole, _, torn = self._file.read().rpartition(b"\n")
+            if torn and not torn.startswith(_BEGINS[: len(torn)]):
+                raise UsageError(f"{path} has another content than outcomes: give a new file")
             for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
                 try:
                     tried = msgspec.json.decode(line, type=Tried)
@@ -85,6 +86,5 @@ class Outcomes:
             self._file.write(msgspec.json.encode(tried) + b"\n")
             self._file.flush()
 
-    def use(self, digest: str) -> None:
-        """Take it into what this measurement is of."""
-        self.used.append(self._known[digest])
+    def __getitem__(self, digest: str) -> Tried:
+        return self._known[digest]
