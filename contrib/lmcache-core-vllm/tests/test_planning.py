@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,9 @@ def test_a_missing_file_is_named_with_what_makes_one(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not JSON")
     with pytest.raises(SettingsError, match="no description"):
         BlockPrefixes.read(tmp_path / "text")
+    (tmp_path / "deep").write_text("[" * 200_000)
+    with pytest.raises(SettingsError, match="no description"):
+        BlockPrefixes.read(tmp_path / "deep")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match="no regular file"):  # and does not wait for a writer
+        BlockPrefixes.read(tmp_path / "pipe")

@@ -541,7 +541,7 @@ def test_a_trained_model_with_all_recomputed_is_the_full_prefill(monkeypatch: py
     frame = frame_of(transformers.AutoTokenizer.from_pretrained(folder))
     trial = Trial(model, geometry, frame, rope_of(model, geometry), 4)
     (prompt,) = make_prompts(shipped(), "apart", 1, 3, 64)
-    kept, half, nothing_kept = trial.run(prompt, 64, (0.0, 0.5, 1.0))
+    kept, half, nothing_kept = trial.run(trial.cut(prompt, 64), (0.0, 0.5, 1.0))
     assert nothing_kept.divergence < 1e-5
     assert nothing_kept.agreement == nothing_kept.same_answer == 1
     assert nothing_kept.divergence < half.divergence < kept.divergence < 1

@@ -105,7 +105,7 @@ class SharedLines:
     def read(self) -> list[bytes]:
         """The lines that are new since the last read; all of them if the file was replaced. Raises `OSError`."""
         try:
-            with _opened(self.path, os.O_RDONLY) as file:
+            with open_regular(self.path) as file:
                 about = os.fstat(file.fileno())
                 self.anew = (about.st_dev, about.st_ino) != self._file or about.st_size < self._at
                 left = b""
@@ -128,7 +128,7 @@ class SharedLines:
         written, whole = False, b"\n" + line + b"\n"
         while not written:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+            with open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
                 check()
                 # A torn line stays one of its own, and nothing is ever taken back: others write behind it at once.
                 while file.write(whole) != len(whole):
@@ -184,7 +184,7 @@ class SharedLines:
         return left
 
 
-def _opened(path: Path, flags: int) -> FileIO:
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
     """A file that can be one of ours: a pipe or a device would keep its reader for good, or fill its memory. Raises
     `OSError`."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -206,7 +206,7 @@ def _behind(former: FileIO, beside: Path) -> bytes:
 def _locked(path: Path, stack: contextlib.ExitStack) -> FileIO | None:
     """The file there; None if there is none, or another process is about to replace it."""
     try:
-        file = stack.enter_context(_opened(path, os.O_RDWR))
+        file = stack.enter_context(open_regular(path, os.O_RDWR))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a stranger's keeps the file long, and that is all
     except OSError:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def refused(path: Path, **options: Any) -> str:
         read(path, **options)
     assert SETTING in str(caught.value)
     return str(caught.value)
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refused(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 200_000)
+    assert "is no certificate" in refused(tmp_path / "deep")
 
 
 def test_what_was_measured_is_accepted(tmp_path: Path) -> None:

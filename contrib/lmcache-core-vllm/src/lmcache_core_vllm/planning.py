@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from lmcache_core import Client, KeyGroup, Layout
 from lmcache_core.errors import SettingsError, UsageError
-from lmcache_core.files import replace_file
+from lmcache_core.files import open_regular, replace_file
 from lmcache_core.tokens.namespace import Namespace, NamespaceOfDigest
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import Hashing
@@ -106,14 +106,14 @@ class BlockPrefixes:
         """Of a file that a connector wrote. Raises `SettingsError` if it is none."""
         cure = 'set "description" in kv_connector_extra_config, and send the engine a first request'
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 about = msgspec.json.decode(file.read(_BYTES_MAX), type=Described)
             _namespaces(about)
             if about.format == FORMAT and about.block_tokens % about.hash_tokens:
                 raise UsageError(f"blocks of {about.block_tokens} tokens are not made of {about.hash_tokens}")
         except OSError as error:
             raise SettingsError(f"{path} cannot be read: {error.strerror}", cure=cure) from error
-        except (ValueError, UsageError) as error:
+        except (ValueError, RecursionError, UsageError) as error:
             raise SettingsError(f"{path} is no description of an engine: {error}", cure=cure) from error
         if about.format != FORMAT:
             raise SettingsError(f"{path} has format {about.format}, and this reads {FORMAT}", cure=cure)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.files import open_regular
 from lmcache_core.limits import CERTIFICATE_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.textfiles import text_of
@@ -94,14 +95,14 @@ def certificate_for(
 
 def _read(path: Path, setting: str, cure: str) -> Certificate:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(CERTIFICATE_BYTES_MAX + 1)
         if len(content) > CERTIFICATE_BYTES_MAX:
             raise ValueError(f"it has more than {CERTIFICATE_BYTES_MAX:,} bytes")
         certificate = msgspec.json.decode(text_of(content, path), type=Certificate)
     except OSError as error:
         raise SettingsError(f"{setting}: {path} cannot be read: {error.strerror}", cure=cure) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{setting}: {path} is no certificate: {error}", cure=cure) from error
     if certificate.format != FORMAT:
         raise SettingsError(f"{setting}: {path} has format {certificate.format}, and this reads {FORMAT}", cure=cure)

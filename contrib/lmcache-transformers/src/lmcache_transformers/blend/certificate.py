@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.files import open_regular
 from lmcache_core.limits import CERTIFICATE_BYTES_MAX
 from lmcache_core.serde.certificate import certificate_for
 from lmcache_transformers.blend.conditions import Conditions, covering
@@ -93,11 +94,11 @@ def _rows(path: Path, measure: str) -> dict[Conditions, list[Step]]:
     """Of the rows that are of blending."""
     cure = f"measure with `lmcache-core quality MODEL {measure} --certificate {path}`"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             rows = msgspec.json.decode(file.read(CERTIFICATE_BYTES_MAX), type=_File).chains
     except OSError as error:
         raise SettingsError(f"{SETTING}: {path} cannot be read: {error.strerror}", cure=cure) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{SETTING}: {path} is no certificate: {error}", cure=cure) from error
     found = [(conditions, row.steps) for row in rows if (conditions := Conditions.read(row.lossy)) is not None]
     if len(dict(found)) != len(found):
