@@ -639,7 +639,10 @@ def test_tensors_that_were_dropped_are_not_kept_by_their_lease(server: Server, k
                 lease.tensor(0)
             gc.collect()
             tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-            assert not [each for each in tensors if each.numel() == NBYTES]
+            ours = [
+                each for each in tensors if not isinstance(each, torch.nn.Parameter)
+            ]  # those are other tests' models
+            assert not [each for each in ours if each.numel() == NBYTES]
             assert not lease.holding.occupied  # so that whoever closes the client need not leave it
             assert len(lease.holding.tensors) < 200
             kept = lease.tensor(0)
