@@ -139,8 +139,9 @@ def _marked(path: Path, mark: bytes) -> Descriptor:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # of the file system, of the kernel
                 raise
             file = _named(path)
-            undo.callback(partial(unlink, file, path))
         undo.callback(file.close)
+        if os.fstat(file.fileno()).st_nlink:
+            undo.callback(partial(unlink, file, path))
         os.pwrite(file.fileno(), mark, 0)
         if not os.fstat(file.fileno()).st_nlink:
             # with a descriptor Python calls linkat(), which follows the link in /proc; link() does not
