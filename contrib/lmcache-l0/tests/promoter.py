@@ -31,7 +31,9 @@ from lmcache_core.settings.compose import make_settings
 
 CACHES = 3
 KEYS = 12
-WORDS = 8  # a cache: its floor, then counts of what was read: in L0, in L1; clears answered
+READERS = 2
+FLOOR, CLEARS, READ = 0, 1, 2  # of a cache's words; from READ on two a reader: how often it read in L0, and in L1
+WORDS = READ + 2 * READERS
 
 
 def words_of(run: Path) -> memoryview:
@@ -69,9 +71,9 @@ def write(name: str, run: Path, number: int) -> None:
         except CacheError:  # no server just now, and no answer: nothing is promised
             time.sleep(0.005)
             continue
-        words[WORDS * number] += 1  # its one writer
-        words[WORDS * number + 3] += 1
-        generation = words[WORDS * number]
+        words[WORDS * number + FLOOR] += 1  # its one writer
+        words[WORDS * number + CLEARS] += 1
+        generation = words[WORDS * number + FLOOR]
         for key in range(KEYS):
             value = value_of(key, generation)
             if cache.set(f"{key}", value) is Status.STORED and chance.random() < 0.5:
@@ -86,7 +88,7 @@ def read(name: str, run: Path, number: int) -> None:
     chance = random.Random()
     while True:
         which, key = chance.randrange(CACHES), chance.randrange(KEYS)
-        cache, floor = caches[which], words[WORDS * which]
+        cache, floor = caches[which], words[WORDS * which + FLOOR]
         hits = 0 if cache.l0 is None else cache.l0.hits
         value = cache.get(f"{key}")
         if value is None:
@@ -96,7 +98,7 @@ def read(name: str, run: Path, number: int) -> None:
         where = "L0" if above else "L1"
         assert value == value_of(key, generation), f"{where} gave parts of several values for {which}:{key}: {value!r}"
         assert generation >= floor, f"{where} gave {generation} for {which}:{key} when {floor} had been promised"
-        words[WORDS * which + (1 if above else 2)] += 1  # counts of several readers, roughly
+        words[WORDS * which + READ + 2 * number + (not above)] += 1  # its one reader
 
 
 def guarded(run: Path, work: object, *arguments: object) -> None:

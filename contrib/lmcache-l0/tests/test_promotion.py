@@ -17,7 +17,7 @@ from lmcache_l0 import SharedCache
 sys.path.insert(0, str(Path(__file__).parent))
 
 import promoter  # found through the line above
-from promoter import CACHES, WORDS, words_of
+from promoter import CACHES, CLEARS, READ, READERS, WORDS, words_of
 
 
 class Zygote:
@@ -61,7 +61,7 @@ def zygote(folder) -> Iterator[Zygote]:
         zygote.start("server")
         for number in range(CACHES):
             zygote.start(f"writer {number}")
-        for number in range(2):
+        for number in range(READERS):
             zygote.start(f"reader {number}")
         yield zygote
     for left in Path("/dev/shm").glob(f"lmcache-core.*{zygote.name}*"):
@@ -70,7 +70,9 @@ def zygote(folder) -> Iterator[Zygote]:
 
 def counts(words: memoryview) -> tuple[int, int, int]:
     """Read in L0, read in L1, clears that were answered."""
-    return tuple(sum(words[WORDS * each + at] for each in range(CACHES)) for at in (1, 2, 3))
+    caches = [words[WORDS * each : WORDS * (each + 1)].tolist() for each in range(CACHES)]
+    read = [sum(sum(cache[READ + way :: 2]) for cache in caches) for way in (0, 1)]
+    return read[0], read[1], sum(cache[CLEARS] for cache in caches)
 
 
 def progress(zygote: Zygote, words: memoryview, above: int, below: int, clears: int) -> None:
