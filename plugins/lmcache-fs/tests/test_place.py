@@ -8,13 +8,16 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_core.errors import TierError
-from lmcache_core.tiers.contract import Result
+from lmcache_core.tiers.contract import AdapterContext, Result
+from lmcache_fs.adapter import FsAdapter
+from lmcache_fs.settings import FsSettings
 from lmcache_fs.transport.place import Place
 
 from .conftest import Disk
@@ -43,6 +46,16 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 def unmount(at: Path) -> None:
     subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def test_little_space_is_worth_a_look_and_no_failure(mount: Callable[..., None], tmp_path: Path) -> None:
+    at = tmp_path / "disk"
+    mount(at, "size=64m")
+    (at / "others").write_bytes(bytes(61 << 20))
+    with FsAdapter(FsSettings(path=at / "tier"), AdapterContext(tier="ssd")) as adapter:
+        (space,) = [each for each in adapter.check(time.monotonic() + 60) if each.message.endswith("GiB are free")]
+    assert space.ok
+    assert space.cure == "free some space, or move l2.ssd.path"
 
 
 @pytest.mark.parametrize("below", ["", "cache"])

@@ -53,8 +53,9 @@ def surprises(name: str, settings: FsSettings) -> Iterator[Finding]:
         yield Finding(True, "", message, f"mount the disk, and set l2.{name}.mount_point = {expected}")
     free, total = room_at(settings.path)
     if total:
-        cure = "" if free >= _FREE_FRACTION_MIN * total else f"free some space, or move l2.{name}.path"
-        yield Finding(not cure, "", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free", cure)
+        scarce = free < _FREE_FRACTION_MIN * total  # no failure: an object has just been stored there
+        cure = f"free some space, or move l2.{name}.path" if scarce else ""
+        yield Finding(True, "", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free", cure)
 
 
 class Room(NamedTuple):
