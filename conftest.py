@@ -7,7 +7,8 @@ what is tested on a machine that does other things at the same time; pytest-time
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,18 @@ def every_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Kernel, "long_calls", noted)
     yield
     assert not noted, f"calls into the kernel touched {noted} objects; the limit is {CALL_OBJECTS_MAX}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a command that failed had printed stands in the report."""
+    report = yield
+    if call.excinfo is not None and isinstance(error := call.excinfo.value, subprocess.CalledProcessError):
+        report.sections.extend((f"{name} of the command", str(printed)) for name, printed in
+                               (("stdout", error.stdout), ("stderr", error.stderr)) if printed)  # fmt: skip
+    return report
 
 
 @pytest.fixture
