@@ -93,15 +93,15 @@ class TestSkipL1(Store):
     component = "skip_l1"
 
 
-class TestFirstReuse(Store):
-    component = "first_reuse"
-
-
 class TestSizeAware(Store):
     component = "size_aware"
     settings: ClassVar[dict[str, object] | None] = {
         "tiers": {"ssd": {"max_bytes": "64KiB"}, "cold": {"min_bytes": "64KiB"}}
     }
+
+
+class TestWearAware(Store):
+    component = "wear_aware"
 
 
 class Prefetch(Built, PrefetchPolicyContract):

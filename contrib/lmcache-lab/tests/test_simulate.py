@@ -88,6 +88,22 @@ def test_a_plot_that_cannot_be_written_is_an_error_with_its_path(trace_file: Pat
         command(str(trace_file), "--policy", "lru", "--capacity", "4", "--plot", str(out))
 
 
+def test_a_tier_hits_what_the_pool_lost_and_its_writes_are_counted(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--policy", "lru", "--capacity", "1", "--tier", "5", "--order", "suffix-first")
+    stores = ("--store-policy", "default", "wear_aware:writes_per_hit_max=0")
+    assert command(str(trace_file), *words, *stores, "--json") == 0
+    at_once, at_reuse = json.loads(capsys.readouterr().out)
+    assert (at_once["trace"], at_once["policy"], at_once["capacity"], at_once["tier"]) == ("mine", "lru", 1, 5)
+    assert at_once["tier_hit_rate"] == pytest.approx(4 / 9, abs=1e-6), "all of the third request"
+    assert at_once["writes_per_hit"] == 5 / 4
+    assert at_reuse["tier_hit_rate"] == 0.0, "they were asked for once before"
+    assert at_reuse["writes_per_hit"] is None
+    assert command(str(trace_file), *words, *stores) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-3:] == ["0.0000", "0.0000", "-"]
+
+
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [
@@ -100,6 +116,17 @@ def test_a_plot_that_cannot_be_written_is_an_error_with_its_path(trace_file: Pat
             UsageError,
             "capacity must be 1 block or more",
         ),
+        (
+            ("--synthetic", "sessions=1", "--policy", "lru", "--capacity", "4", "--store-policy", "default"),
+            UsageError,
+            "add --tier",
+        ),
+        (
+            ("--synthetic", "sessions=1", "--policy", "lru", "--capacity", "4", "--tier", "9", "--optimum"),
+            UsageError,
+            "neither --plot nor --optimum",
+        ),
+        (("--synthetic", "sessions=1", "--policy", "lru", "--capacity", "4", "--tier", "0"), UsageError, "got 0"),
         (("absent.jsonl", "--policy", "lru", "--capacity", "4"), UsageError, "absent.jsonl cannot be read"),
     ],
 )

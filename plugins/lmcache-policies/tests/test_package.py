@@ -25,7 +25,7 @@ COMPONENTS = [
 
 def test_the_package_offers_what_its_readme_lists() -> None:
     assert {name for _, name in COMPONENTS} == {
-        "fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "adaptive", "isolated", "first_reuse", "size_aware"
+        "fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "adaptive", "isolated", "size_aware", "wear_aware"
     }  # fmt: skip
 
 

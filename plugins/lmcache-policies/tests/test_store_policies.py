@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,8 +30,13 @@ def read(*numbers: int) -> list[StoreCandidate]:
     return [candidate._replace(reused=True) for candidate in made(*numbers)]
 
 
-def test_first_reuse_stores_at_the_first_read_and_once() -> None:
-    policy = build("first_reuse")
+def twice(**values: Any) -> StorePolicy:
+    """Stores only what was asked for twice."""
+    return build("wear_aware", writes_per_hit_max=0, **values)
+
+
+def test_wear_aware_stores_at_the_first_read_and_once() -> None:
+    policy = twice()
     assert policy.wants_reuse
     assert policy.plan(made(1, 2, 3), TIERS).targets == {}
     plan = policy.plan(read(2, 3), TIERS)
@@ -39,15 +45,15 @@ def test_first_reuse_stores_at_the_first_read_and_once() -> None:
     assert policy.plan(read(3, 2, 1), TIERS).targets == {"ssd": [2], "cold": [2]}
 
 
-def test_first_reuse_takes_being_computed_again_for_the_second_request() -> None:
-    policy = build("first_reuse")
+def test_wear_aware_takes_being_computed_again_for_the_second_request() -> None:
+    policy = twice()
     policy.plan(made(1), TIERS)
     assert policy.plan(made(1), TIERS).targets == {"ssd": [0], "cold": [0]}
     assert policy.plan(made(1), TIERS).targets == {"ssd": [0], "cold": [0]}, "no tier gave it back"
 
 
-def test_first_reuse_does_not_count_a_store_that_no_tier_could_take() -> None:
-    policy = build("first_reuse")
+def test_wear_aware_does_not_count_a_store_that_no_tier_could_take() -> None:
+    policy = twice()
     policy.plan(made(1), TIERS)
     down = [TierView("ssd", False), TierView("cold", False)]
     assert policy.plan(read(1), down).targets == {}
@@ -55,13 +61,53 @@ def test_first_reuse_does_not_count_a_store_that_no_tier_could_take() -> None:
     assert policy.plan(read(1), TIERS).targets == {}
 
 
-def test_first_reuse_tells_namespaces_apart_and_forgets_the_oldest() -> None:
-    policy = build("first_reuse", remembered_keys_max=2)
+def test_wear_aware_tells_namespaces_apart_and_forgets_the_oldest() -> None:
+    policy = twice(remembered_keys_max=2)
     policy.plan(made(1), TIERS)
     other = [made(1)[0]._replace(namespace=2)]
     assert policy.plan(other, TIERS).targets == {}
     policy.plan(made(2), TIERS)  # the first is forgotten
     assert policy.plan(made(1), TIERS).targets == {}
+
+
+def asks(numbers: Iterable[int], generation: int, *, reused: bool = False) -> list[StoreCandidate]:
+    return [StoreCandidate(n.to_bytes(32, "big"), 1, 100, reused, generation) for n in numbers]
+
+
+def settle(policy: StorePolicy, coming_back: int, capacity_bytes: int | None, first: int = 0) -> bool:
+    """Whether what is new is stored, after many rounds in which 64 objects are computed, and so many of them are asked
+    for once more, when the L1 has lost them."""
+    tiers = [TierView("ssd", True, capacity_bytes)]
+    for turn in range(first, first + 2000):
+        at_once = policy.plan(asks(range(64 * turn, 64 * turn + 64), 2 * turn), tiers).targets
+        if turn >= first + 16:  # by now the L1 has lost them; a tier returns what it was given
+            before = range(64 * (turn - 16), 64 * (turn - 16) + coming_back)
+            policy.plan(asks(before, 2 * turn + 1, reused=bool(at_once)), tiers)
+    return bool(at_once)
+
+
+@pytest.mark.parametrize(
+    ("coming_back", "capacity_bytes", "writes_per_hit_max", "stored"),
+    [
+        (60, None, 1.0, True),  # nearly all come back
+        (4, None, 8.0, False),  # one in sixteen: 15 written in vain for each hit
+        (4, None, 20.0, True),
+        (60, 64 * 100 * 8, 20.0, False),  # they come back after the tier has lost them
+        (60, 64 * 100 * 40, 20.0, True),
+    ],
+)
+def test_wear_aware_stores_at_once_where_a_hit_is_worth_its_writes(
+    coming_back: int, capacity_bytes: int | None, writes_per_hit_max: float, stored: bool
+) -> None:
+    policy = build("wear_aware", writes_per_hit_max=writes_per_hit_max)
+    assert settle(policy, coming_back, capacity_bytes) is stored
+
+
+def test_wear_aware_follows_a_load_that_changes() -> None:
+    policy = build("wear_aware", writes_per_hit_max=4.0)
+    assert settle(policy, 60, None)
+    assert not settle(policy, 2, None, first=2000)
+    assert settle(policy, 60, None, first=4000)
 
 
 def test_size_aware_routes_by_size_and_bounds_belong_to_the_range() -> None:

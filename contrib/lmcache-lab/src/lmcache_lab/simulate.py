@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from lmcache_core.plugins.suggest import install_command
 if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
     from lmcache_lab.simulation import SimulationResult
+    from lmcache_lab.tiered import TieredResult
     from lmcache_lab.workloads import Trace
 
 SUMMARY = "replay request traces through eviction policies and show their hit rates"
@@ -62,6 +64,24 @@ def add_options(parser: ArgumentParser) -> None:
         help="order of the blocks within a request (the server uses suffix-first); default %(default)s",
     )
     parser.add_argument(
+        "--tier",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_blocks,
+        metavar="N",
+        dest="tiers",
+        help="capacities of a tier behind the cache, in blocks: what it would hit, and what would be written for it",
+    )
+    parser.add_argument(
+        "--store-policy",
+        nargs="+",
+        action="extend",
+        metavar="POLICY",
+        dest="store_policies",
+        help="store policies of the tier, as --policy; default: default",
+    )
+    parser.add_argument(
         "--optimum", action="store_true", help="also what a policy that knows the future would have had, block by block"
     )
     parser.add_argument("--json", action="store_true", help="print records of trace, policy, capacity, hit_rate")
@@ -81,11 +101,19 @@ def run(options: Namespace) -> int:
 
     if options.plot is not None:
         _matplotlib()  # fail now rather than after the work
+    if options.tiers and (options.plot is not None or options.optimum):
+        raise UsageError("--tier goes with neither --plot nor --optimum")
+    if options.store_policies and not options.tiers:
+        raise UsageError("--store-policy is about a tier: add --tier with its capacity in blocks")
     traces = _traces(options)
     registry = getattr(options, "registry", None) or load_plugins()
-    choices = [_parse_choice(text) for text in options.policies]
-    for choice in choices:
-        _build(registry, choice)
+    choices = [_parse_choice(text, "--policy") for text in options.policies]
+    stores = [_parse_choice(text, "--store-policy") for text in options.store_policies or ["default"]]
+    for kind, texts in ((Kind.EVICTION_POLICY, choices), (Kind.STORE_POLICY, stores)):
+        for choice in texts:
+            _build(registry, kind, choice)
+    if options.tiers:
+        return _replay_tiers(options, registry, traces, choices, stores)
     results = _replay_all(options, registry, traces, choices)
     if options.json:
         fields = ("trace", "policy", "capacity")
@@ -102,35 +130,36 @@ def run(options: Namespace) -> int:
 
 
 class _Choice(NamedTuple):
-    """One `--policy`. Results are labelled with the text as given."""
+    """One `--policy` or `--store-policy`. Results are labelled with the text as given."""
 
+    option: str
     text: str
     name: str
     settings: dict[str, Any]
 
 
-def _parse_choice(text: str) -> _Choice:
+def _parse_choice(text: str, option: str) -> _Choice:
     name, _, rest = text.partition(":")
     settings: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         field, equals, value = part.partition("=")
         if not equals:
-            raise UsageError(f"--policy {text}: {part!r} is not a setting: write {name}:FIELD=VALUE,…")
+            raise UsageError(f"{option} {text}: {part!r} is not a setting: write {name}:FIELD=VALUE,…")
         settings[field] = value  # still text: the settings model converts it
-    return _Choice(text, name, settings)
+    return _Choice(option, text, name, settings)
 
 
-def _build(registry: Registry, choice: _Choice) -> Any:
+def _build(registry: Registry, kind: Kind, choice: _Choice) -> Any:
     from pydantic import ValidationError
 
-    if choice.settings and registry.settings_model(Kind.EVICTION_POLICY, choice.name) is None:
-        raise UsageError(f"--policy {choice.text}: {choice.name} has no settings")
+    if choice.settings and registry.settings_model(kind, choice.name) is None:
+        raise UsageError(f"{choice.option} {choice.text}: {choice.name} has no settings")
     try:
-        return registry.build(Kind.EVICTION_POLICY, choice.name, choice.settings)
+        return registry.build(kind, choice.name, choice.settings)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or choice.name
-        raise UsageError(f"--policy {choice.text}: {where}: {first['msg']}") from error
+        raise UsageError(f"{choice.option} {choice.text}: {where}: {first['msg']}") from error
 
 
 def _traces(options: Namespace) -> list[Trace]:
@@ -167,7 +196,7 @@ def _replay_all(
     results = []
     with _progress(total) as report:
         for trace, choice, capacity in runs:
-            policy = _build(registry, choice)  # policies keep state: each run has its own
+            policy = _build(registry, Kind.EVICTION_POLICY, choice)  # policies keep state: each run has its own
             label = f"{trace.name} {choice.text} {capacity}"
             report(done, label)
 
@@ -179,6 +208,48 @@ def _replay_all(
     if options.optimum:
         results += [optimum(trace, capacity) for trace in traces for capacity in options.capacities]
     return results
+
+
+def _replay_tiers(
+    options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice], stores: list[_Choice]
+) -> int:
+    from lmcache_lab.simulation import Order
+    from lmcache_lab.tiered import replay_tiered
+
+    runs = list(product(traces, choices, options.capacities, options.tiers, stores))
+    results = []
+    with _progress(len(runs)) as report:
+        for done, (trace, choice, capacity, tier, store) in enumerate(runs):
+            report(done, f"{trace.name} {choice.text} {store.text} {capacity} {tier}")
+            policies = _build(registry, Kind.EVICTION_POLICY, choice), _build(registry, Kind.STORE_POLICY, store)
+            names = choice.text, store.text
+            results.append(replay_tiered(trace, names, *policies, capacity, tier, Order(options.order)))
+    if options.json:
+        print(json.dumps([_tier_record(result) for result in results], indent=2))
+    else:
+        for trace in traces:
+            _print_tiers(trace, [each for each in results if each.trace == trace.name])
+    return 0
+
+
+def _tier_record(result: TieredResult) -> dict[str, Any]:
+    fields = ("trace", "policy", "store_policy", "capacity", "tier")
+    rates = ("hit_rate", "tier_hit_rate", "writes_per_hit")
+    found = {rate: getattr(result, rate) for rate in rates}
+    return {field: getattr(result, field) for field in fields} | {
+        rate: None if value is None else round(value, 6) for rate, value in found.items()
+    }
+
+
+def _print_tiers(trace: Trace, results: list[TieredResult]) -> None:
+    columns = ("policy", "store policy", "capacity", "tier", "hits", "of the tier", "writes a hit")
+    rows = []
+    for each in results:
+        rates = f"{each.hit_rate:.4f}", f"{each.tier_hit_rate:.4f}"
+        writes = "-" if each.writes_per_hit is None else f"{each.writes_per_hit:.2f}"
+        rows.append((each.policy, each.store_policy, f"{each.capacity:,}", f"{each.tier:,}", *rates, writes))
+    title = f"{trace.name}: {len(trace.requests):,} requests, {trace.references:,} blocks; capacities in blocks"
+    print_table(columns, rows, title=title, right=range(2, len(columns)))
 
 
 @contextmanager

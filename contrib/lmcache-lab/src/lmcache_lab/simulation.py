@@ -51,6 +51,12 @@ class SimulatedEntry:
         self.policy_data: Any = None
 
 
+def check_capacity(blocks: int) -> None:
+    """Raises `UsageError` if nothing fits."""
+    if blocks < 1:
+        raise UsageError(f"capacity must be 1 block or more, got {blocks}")
+
+
 def replay(
     trace: Trace,
     name: str,
@@ -65,8 +71,7 @@ def replay(
     resident one is accessed, an absent one inserted, after an eviction if the store is full. If a policy names no
     victim, the block is not inserted. `progress` is called with the number of requests done.
     """
-    if capacity < 1:
-        raise UsageError(f"capacity must be 1 block or more, got {capacity}")
+    check_capacity(capacity)
     policy.resize(capacity)
     resident: dict[int, Entry] = {}
     hits = references = 0
@@ -103,8 +108,7 @@ def optimum(trace: Trace, capacity: int) -> SimulationResult:
     """What nobody can beat block by block: whatever is used again last goes first, or does not come in at all. Of the
     blocks of one request the last goes first. Source: Belady, "A study of replacement algorithms for a
     virtual-storage computer", IBM Systems Journal 1966, with bypass."""
-    if capacity < 1:
-        raise UsageError(f"capacity must be 1 block or more, got {capacity}")
+    check_capacity(capacity)
     never = len(trace.requests)
     following: list[list[int]] = []  # for each block of each request, the next request that has it
     seen: dict[int, int] = {}

@@ -75,7 +75,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.OPERATION, "record"): "lmcache-lab",
     (Kind.OPERATION, "blend"): "lmcache-blend",
     (Kind.TRACER, "otel"): "lmcache-otel",
-    **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
+    **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("size_aware", "wear_aware")},
 }
 # What people call a medium, and the adapter for it.
 _ALSO_CALLED = {

@@ -26,10 +26,12 @@ class TierView(NamedTuple):
     Attributes:
         name: Its name in the settings.
         healthy: Whether its breaker is closed, so that it is used. An unhealthy one may recover at any time.
+        capacity_bytes: What it may hold, by its settings; None: no bound.
     """
 
     name: str
     healthy: bool
+    capacity_bytes: int | None = None
 
 
 class StoreCandidate(NamedTuple):
@@ -40,12 +42,14 @@ class StoreCandidate(NamedTuple):
         namespace: The 64-bit id of its namespace.
         nbytes: Bytes of the object, before any serde.
         reused: It was read again rather than committed. Only for policies with `wants_reuse`.
+        generation: Of its incarnation in the L1. Another one than the last time: the L1 had lost it in between.
     """
 
     key: bytes
     namespace: int
     nbytes: int
     reused: bool = False
+    generation: int = 0
 
 
 class StorePlan(NamedTuple):

@@ -54,10 +54,10 @@ def lmcache_components() -> Sequence[ComponentSpec]:
         ),
         ComponentSpec(
             store,
-            "first_reuse",
-            "lmcache_policies.first_reuse:FirstReuseStore",
-            settings=f"{_SETTINGS}:FirstReuseSettings",
-            summary="to the tiers only what was asked for twice",
+            "wear_aware",
+            "lmcache_policies.wear_aware:WearAwareStore",
+            settings=f"{_SETTINGS}:WearAwareSettings",
+            summary="to the tiers at once, or only what was asked for twice, by the bytes written for a hit",
         ),
         ComponentSpec(
             store,

@@ -276,7 +276,9 @@ class StoreController:
         views = [tier.view for tier in takers]
         epoch = self._epochs.of(arrival.namespace)
         names = tier_keys(arrival.keys, arrival.namespace, epoch)  # the same on every tier
-        candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
+        candidates = [
+            StoreCandidate(item.key, item.namespace, item.nbytes, item.reused, item.generation) for item in batch
+        ]
 
         def failed(error: BaseException) -> None:
             self.counts["policy_failed"] += len(batch)

@@ -166,7 +166,7 @@ class Tier:
     # --- what the controllers ask -------------------------------------------------------------------------
     @property
     def view(self) -> TierView:
-        return TierView(self.name, self.health.reads.state is BreakerState.CLOSED)
+        return TierView(self.name, self.health.reads.state is BreakerState.CLOSED, self.accounting.capacity_bytes)
 
     def kind(self, layout: Layout) -> ObjectKind:
         """What objects of this layout share on this tier. Raises `UsageError` if the layout cannot be described."""
