@@ -51,3 +51,38 @@ def test_what_waits_for_a_tier_stays_shielded_though_it_is_read_meanwhile(double
     loop.idle()
     assert len(adapter.objects) == 8
     assert not loop.l1.shielded
+
+
+class Noting(StorePolicy):
+    """Stores nothing, and notes what it is shown."""
+
+    wants_reuse = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, int]] = []
+        self.capacities: list[int | None] = []
+
+    def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+        self.seen += [(candidate.reused, candidate.generation) for candidate in batch]
+        self.capacities = [tier.capacity_bytes for tier in tiers]
+        return StorePlan({})
+
+
+def test_a_policy_sees_by_the_generation_that_the_l1_had_lost_an_object(doubles: Doubles) -> None:
+    policy = Noting()
+    tiers = [doubles.tier("small", doubles.adapter(), capacity_bytes=1 << 20), doubles.tier("any", doubles.adapter())]
+    loop = doubles.loop(doubles.l1(), *tiers, store_policy=policy)
+    ((key, content),) = doubles.contents(1).items()
+    first = loop.l1.put(key, content)
+    loop.tiering.on_committed([first])
+    loop.idle()
+    loop.tiering.on_committed([first._replace(reused=True)])
+    loop.idle()
+    loop.l1.evict(key)
+    again = loop.l1.put(key, content)
+    loop.tiering.on_committed([again._replace(reused=True)])
+    loop.idle()
+    (_, before), (_, same), (_, after) = policy.seen
+    assert [reused for reused, _ in policy.seen] == [False, True, True]
+    assert before == same != after
+    assert policy.capacities == [1 << 20, None]
