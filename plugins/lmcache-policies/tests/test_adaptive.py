@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from lmcache_core import Kind
+from lmcache_core.errors import PluginError, SettingsError
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.policies import EvictionPolicy
+from lmcache_core.policies import Entry, EvictionPolicy
+from lmcache_core.policies.lru import LruEviction
 from lmcache_lab.simulation import Order, SimulatedEntry, replay
 from lmcache_lab.workloads import SyntheticSettings, Trace, synthetic_trace
 from lmcache_policies.adaptive import AdaptivePolicy
-from lmcache_policies.sample import SAMPLED_KEYS_MAX, SAMPLED_OBJECTS
+from lmcache_policies.expected_reuse import ExpectedReuse
+from lmcache_policies.sample import SAMPLED_KEYS_MAX, SAMPLED_OBJECTS, Sample
 from lmcache_testing.eviction_machine import run_machine
 
 FIXED = ("lru", "lruk", "arc", "s3fifo", "fifo", "lfu", "mru")
@@ -144,6 +148,53 @@ def test_the_sample_is_bounded_whatever_the_pool_holds() -> None:
     shown = policy.status()
     assert set(shown["hit_share"]) == {"lru", "lruk", "arc", "mru", "reuse"}
     assert set(shown["lru_hit_share_by_size"]) == {"0.5", "2", "4"}
+
+
+def test_a_policy_that_is_watched_has_the_hits_that_it_would_have() -> None:
+    trace = Trace("zipf", zipf(random.Random(3), 400))
+    policy = REGISTRY.build(Kind.EVICTION_POLICY, "adaptive", {"watch": ["s3fifo", "fifo"]})
+    replay(trace, "adaptive", policy, CAPACITY, Order.SUFFIX_FIRST)
+    shown = policy.status()
+    assert shown["sampled_one_in"] == 1
+    assert shown["order"] in {"lru", "lruk", "arc", "mru", "reuse"}, "it is watched, not followed"
+    for name in ("s3fifo", "fifo"):
+        fixed: EvictionPolicy = REGISTRY.build(Kind.EVICTION_POLICY, name, None)
+        assert shown["hit_share"][name] == pytest.approx(block_hits(trace, fixed), abs=0.02), name
+
+
+def block_hits(trace: Trace, policy: EvictionPolicy) -> float:
+    """The share of blocks, taken one by one, that are resident; the first 64 blocks come before the sample."""
+    one_by_one = Trace(trace.name, [[block] for request in trace.requests for block in reversed(request)])
+    return replay(one_by_one, "fixed", policy, CAPACITY).hit_rate
+
+
+class Breaks(LruEviction):
+    """Fails at its hundredth victim."""
+
+    named = 0
+
+    def victims(self, nbytes: int) -> list[Entry]:
+        self.named += 1
+        if self.named > 100:
+            raise RuntimeError("no more")
+        return super().victims(nbytes)
+
+
+def test_a_policy_that_is_watched_and_fails_is_watched_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    sample = Sample(CAPACITY, 1.0, ExpectedReuse(), {"breaks": Breaks(), "lru2": LruEviction()})
+    for number in range(3000):
+        sample.use(number, 1, number + 1)
+    assert "breaks" not in sample.describe()["hit_share"]
+    assert "lru2" in sample.describe()["hit_share"]
+    assert [record.message for record in caplog.records] == [
+        "the policy 'breaks' is watched no longer: its shadow cache failed"
+    ]
+
+
+@pytest.mark.parametrize(("name", "says"), [("arc", "has a shadow of 'arc' anyway"), ("s4fifo", "s4fifo")])
+def test_what_cannot_be_watched_is_said_when_it_is_built(name: str, says: str) -> None:
+    with pytest.raises((ValidationError, PluginError, SettingsError), match=says):
+        REGISTRY.build(Kind.EVICTION_POLICY, "adaptive", {"watch": [name]})
 
 
 def test_a_walk_from_first_to_last_is_turned_round() -> None:

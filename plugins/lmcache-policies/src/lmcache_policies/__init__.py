@@ -43,6 +43,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             eviction,
             "adaptive",
             "lmcache_policies.adaptive:AdaptivePolicy",
+            settings=f"{_SETTINGS}:AdaptiveSettings",
             summary="follows the order of eviction that would have had the most hits",
         ),
         ComponentSpec(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from lmcache_core.policies import Entry
+from lmcache_core import Kind
+from lmcache_core.policies import Entry, EvictionPolicy
 from lmcache_policies.capacity import SizedPolicy
 from lmcache_policies.direction import Direction
 from lmcache_policies.expected_reuse import ExpectedReuse
@@ -13,6 +15,7 @@ from lmcache_policies.ghosts import GHOST_KEYS_MAX, Ghosts, fingerprint
 from lmcache_policies.orders import Shelf
 from lmcache_policies.pasts import Past
 from lmcache_policies.sample import REMEMBERED_CAPACITIES, Sample
+from lmcache_policies.settings import AdaptiveSettings
 
 FIRST_ORDER = 1  # lruk, until there is evidence
 DRIFT = 4  # by which the mean size of objects changes before another sample is taken
@@ -29,8 +32,9 @@ class AdaptivePolicy(SizedPolicy):
     An entry that was skipped because it was held comes back at the old end of its class.
     """
 
-    def __init__(self, settings: None = None) -> None:
+    def __init__(self, settings: AdaptiveSettings | None = None) -> None:
         super().__init__(None)
+        self._watched = _makers(settings.watch) if settings and settings.watch else {}
         self.order = FIRST_ORDER
         self.changes = 0
         self._now = 0
@@ -136,7 +140,12 @@ class AdaptivePolicy(SizedPolicy):
 
     def _take_sample(self) -> None:
         self._sampled_for = (self.capacity_bytes, self._mean_bytes)
-        self.sample = Sample(self.capacity_bytes, self._mean_bytes, self._expected)
+        self.sample = Sample(
+            self.capacity_bytes,
+            self._mean_bytes,
+            self._expected,
+            {name: make() for name, make in self._watched.items()},
+        )
 
     def _judge(self) -> None:
         verdict = self.sample.judge(self.order)
@@ -152,3 +161,16 @@ class AdaptivePolicy(SizedPolicy):
 
     def status(self) -> dict[str, Any]:
         return {"order": self.sample.orders[self.order].name, "changes": self.changes, **self.sample.describe()}
+
+
+def _makers(names: Sequence[str]) -> dict[str, Callable[[], EvictionPolicy]]:
+    """What makes a new policy of each name. Raises `PluginError` for one that is not installed."""
+    # Imported here: the loader imports every installed plugin's front module, this one's too.
+    from lmcache_core.plugins.loader import load_plugins
+
+    registry = load_plugins()
+    makers: dict[str, Callable[[], EvictionPolicy]]
+    makers = {name: partial(registry.build, Kind.EVICTION_POLICY, name, None) for name in names}
+    for make in makers.values():
+        make()  # its import, and its faults, now: not while the server runs
+    return makers

@@ -7,13 +7,22 @@ simulations", USENIX ATC 2017.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from functools import partial
 from math import sqrt
+from types import MappingProxyType
 from typing import Any
 
+from lmcache_core.guard import guarded
+from lmcache_core.policies import EvictionPolicy
 from lmcache_policies.chain import Chain, unlink
 from lmcache_policies.expected_reuse import PERIOD_USES_MIN, ExpectedReuse
 from lmcache_policies.orders import ArcOrder, LrukOrder, LruOrder, MruOrder, Order, ReuseOrder, Shelf
 from lmcache_policies.pasts import SampledPast
+from lmcache_policies.watched import Watched
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_OBJECTS = 1024  # residents of each shadow cache, about
 SIZES = (0.5, 2.0, 4.0)  # of the capacity, of further shadow caches
@@ -56,8 +65,15 @@ class Verdict:
 class Sample:
     """The sampled keys, and a shadow cache for each order."""
 
-    def __init__(self, capacity_bytes: int, object_bytes: float, expected: ExpectedReuse) -> None:
-        """`object_bytes`: the mean size of objects. About `SAMPLED_OBJECTS` of a full store are in the sample."""
+    def __init__(
+        self,
+        capacity_bytes: int,
+        object_bytes: float,
+        expected: ExpectedReuse,
+        watched: Mapping[str, EvictionPolicy] = MappingProxyType({}),
+    ) -> None:
+        """`object_bytes`: the mean size of objects. About `SAMPLED_OBJECTS` of a full store are in the sample.
+        `watched`: new policies by name, which are shown beside the orders."""
         objects = max(1.0, capacity_bytes / max(1.0, object_bytes))  # in the sample, once it has been divided
         expected.period_uses = max(PERIOD_USES_MIN, int(objects) // 4)
         self.bits = 0
@@ -86,6 +102,7 @@ class Sample:
         self._unit_uses = 0
         self._leads = [[0.0] * count for _ in range(count)]
         self._squares = [[0.0] * count for _ in range(count)]
+        self._watched = {name: Watched(policy, self.capacity_bytes) for name, policy in watched.items()}
         self._uses_min = EVIDENCE_CAPACITIES * objects
         self._fading = 1.0 - 1.0 / max(8.0, MEMORY_CAPACITIES * objects / UNIT_USES)
 
@@ -114,12 +131,18 @@ class Sample:
             else:
                 self._seat(at, shelf, past, now)
         self._unit_uses += 1
+        for name, shadow in list(self._watched.items()):
+            guarded(partial(self._blame, name), shadow.use, number, nbytes)
         while len(self._pasts) > SAMPLED_KEYS_MAX or (
             self._remembered_bytes > (REMEMBERED_CAPACITIES + 1) * self.capacity_bytes
         ):
             if self._by_use.newer is past:
                 break
             self._forget(self._by_use.newer)
+
+    def _blame(self, name: str, error: BaseException) -> None:
+        del self._watched[name]
+        logger.error("the policy %r is watched no longer: its shadow cache failed", name, exc_info=error)
 
     def _seat(self, at: int, shelf: Shelf, past: SampledPast, now: int) -> None:
         order = self._ordered[at]
@@ -180,6 +203,7 @@ class Sample:
         return {
             "sampled_uses": self.uses,
             "sampled_one_in": 1 << self.bits,
-            "hit_share": dict(zip((order.name for order in self.shadows), shares, strict=False)),
+            "hit_share": dict(zip((order.name for order in self.shadows), shares, strict=False))
+            | {name: round(each.hits / max(1, each.uses), 4) for name, each in self._watched.items()},
             "lru_hit_share_by_size": dict(zip((f"{size:g}" for size in SIZES), shares[count:], strict=True)),
         }

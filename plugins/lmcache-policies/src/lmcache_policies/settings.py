@@ -39,6 +39,19 @@ class LrukSettings(_Closed):
     ghost_keys_max: int = Field(default=GHOST_KEYS_MAX, gt=0, description="remembered keys")
 
 
+class AdaptiveSettings(_Closed):
+    watch: tuple[str, ...] = Field(
+        default=(), max_length=8, description="further eviction policies whose hits are shown beside, as they would be"
+    )
+
+    @model_validator(mode="after")
+    def _others_only(self) -> AdaptiveSettings:
+        for name in self.watch:
+            if name in ("lru", "lruk", "arc", "mru", "reuse", "adaptive"):
+                raise SettingsError(f"adaptive has a shadow of {name!r} anyway", cure="take it out of watch")
+        return self
+
+
 def _namespace_id(value: Any) -> Any:
     # 64-bit ids do not fit TOML's integers, and people copy them from `status`, where they are hexadecimal.
     return int(value, 16) if isinstance(value, str) else value
