@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -153,7 +152,3 @@ def _differences(former: bytearray, bits: bytearray) -> frozenset[int]:
                 if former[at : at + BLOCK_BYTES] != bits[at : at + BLOCK_BYTES]
             ]
     return frozenset(changed)
-
-
-def places_of(names: Sequence[bytes]) -> list[Place]:
-    return [place_of(name) for name in names]
