@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
 
-from lmcache_blend import Chunks
+from lmcache_blend import Chunks, ChunkSpace, Lengths
 from lmcache_blend.messages import Answer, BlendRequest, PlanPrompt, UnifiedLookup
 from lmcache_blend.operation import OPERATION, SPACES_MAX, registration
 from lmcache_core import Client, Server
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_testing import OperationContract
 from lmcache_testing.embedded import embedded_server
@@ -119,6 +119,26 @@ def test_what_cannot_be_registered_or_is_not_is_refused(client: Client) -> None:
     call(client, replaced(good, space="0"))
     with pytest.raises(UsageError, match="the limit"):
         call(client, good)
+
+
+def test_a_lookup_of_more_than_an_answer_holds_is_refused_before_it_is_made(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    keys = ChunkSpace.keys
+    monkeypatch.setattr(
+        ChunkSpace, "keys", lambda self, words, spans, *more: made.append(len(spans)) or keys(self, words, spans, *more)
+    )
+    one = space(lengths=Lengths(1, 1, 1), step_tokens=1, kv_ranks=64)
+    call(client, registration(Chunks(client, one, prefixes(), PREFIX_TOKENS), "one"))
+    with pytest.raises(LimitError, match="1,000 chunks for 64 ranks are 64,000 keys, and the limit is 992"):
+        call(client, UnifiedLookup(space="one", tokens=[5] * 1000))
+    call(client, registration(Chunks(client, one, prefixes(), 1), "every token"))
+    with pytest.raises(LimitError, match="has 1,280,000 keys, and the limit is 65,536"):
+        call(client, UnifiedLookup(space="every token", tokens=[5] * 20_000))
+    assert not made
+    assert len(call(client, UnifiedLookup(space="one", tokens=[5] * 14)).missing) == 14
+    assert made == [14] * 64
 
 
 class TestBlend(OperationContract):

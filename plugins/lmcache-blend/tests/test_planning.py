@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_blend import Planner
+from lmcache_blend.planning import BRANCH_TOKENS, KEY_TOKENS, WALKED_TOKENS_MAX
 from lmcache_core import Client, Layout, Namespace
 from lmcache_core.errors import UsageError
 from lmcache_core.tokens.keys import chunk_keys
@@ -102,6 +103,34 @@ def test_nothing_is_reused_without_a_server(tmp_path: Path) -> None:
 def test_too_many_documents_are_refused(client: Client) -> None:
     with pytest.raises(UsageError, match="257 documents"):
         Planner(client, SPACE).plan([], [[1]] * 257)
+
+
+class Everywhere:
+    """Prefixes of which everything is stored, in chunks of one token. `named`: how many keys were asked for."""
+
+    chunk_tokens = 1
+
+    def __init__(self) -> None:
+        self.named = 0
+
+    def register(self, client: Client) -> None:
+        """Nothing to do."""
+
+    def names(self, words: np.ndarray, previous: bytes | None) -> list[bytes]:
+        self.named += len(words)
+        return [b""] * len(words)
+
+    def stored(self, client: Client, names: list[bytes]) -> int:
+        return len(names)
+
+
+def test_a_walk_is_bounded_by_its_keys_and_branches(tmp_path: Path) -> None:
+    with Client.connect("nobody", runtime_dir=tmp_path) as client:
+        everywhere = Everywhere()
+        plan = Planner(client, everywhere).plan([], [[1] * 230] * 256)
+        assert (sorted(plan.order), plan.reused_tokens) == ([*range(256)], 256 * 230)
+        assert everywhere.named < WALKED_TOKENS_MAX // KEY_TOKENS + 2 * 256 * 230  # one step more, and the whole prompt
+        assert Planner(client, everywhere).plan([], [[]] * 256).branches <= WALKED_TOKENS_MAX // BRANCH_TOKENS + 258
 
 
 def test_a_plan_counts_as_no_lookup(client: Client) -> None:

@@ -16,7 +16,7 @@ from lmcache_blend.cutting import Span, spans_of
 from lmcache_blend.rope import KINDS, move
 from lmcache_blend.space import ChunkSpace
 from lmcache_core import Client, Namespace, Status
-from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, LimitError, UsageError
 from lmcache_core.limits import BATCH_KEYS_MAX, CHUNK_TOKENS
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
@@ -114,30 +114,37 @@ class Chunks:
         extra: bytes = b"",
         prefix_hits: int | None = None,
         wait_s: float = 0.0,
+        keys_max: int | None = None,
     ) -> Found:
         """The longest stored prefix, then the chunks behind it.
 
         `marks`: first token and end of each document, if the application knows them, as for `cut`. `extra`: as for
         `chunk_keys`. `prefix_hits`: how many tokens of the prefix are in use already; None: look it up. `wait_s`: how
         long to wait for the tiers: for the prefix, then for all missing chunks at once; 0: only the pool's index is
-        searched, without a call. Raises `UsageError`.
+        searched, without a call. `keys_max`: how many chunks behind the prefix, times ranks, are looked up at most.
+        Raises `UsageError`, and `LimitError` for more than `keys_max`.
         """
         deadline = time.monotonic() + wait_s
         words = words_of(tokens)
         spans = spans_of(words, self.space.lengths, marks)
-        keys = [self.space.keys(words, spans, rank, extra) for rank in range(self.space.kv_ranks)]
         prefix_keys, by_rank = self._prefix(words, extra, deadline) if prefix_hits is None else ((), ())
         if prefix_hits is None:
             prefix_hits = min(by_rank, default=0)
-        step, base = self.space.step_tokens, self.space.base
-        rooms = [-(-(end - first) // step) * step for first, end in spans]
-        behind = [at for at, (_, end) in enumerate(spans) if end > prefix_hits]
-        there = self._there(behind, rooms, keys, max(0.0, deadline - time.monotonic()))
+        behind = [span for span in spans if span.end > prefix_hits]
+        ranks, base = self.space.kv_ranks, self.space.base
+        if keys_max is not None and len(behind) * ranks > keys_max:
+            raise LimitError(
+                f"{len(behind):,} chunks for {ranks} ranks are {len(behind) * ranks:,} keys, and the limit is "
+                f"{keys_max:,}: ask for fewer tokens at once, or cut longer chunks"
+            )
+        keys = [self.space.keys(words, behind, rank, extra) for rank in range(ranks)]
+        rooms = [self.space.room(end - first) for first, end in behind]
+        there = self._there(rooms, keys, max(0.0, deadline - time.monotonic()))
         everywhere = set.intersection(*there)
         begins = tuple(words[:base].tolist()) == self.space.prefix_tokens
         matches, missing = [], []
-        for at, own in zip(behind, zip(*([each[at] for at in behind] for each in keys), strict=True), strict=True):
-            first, end = spans[at]
+        for at, (span, own) in enumerate(zip(behind, zip(*keys, strict=True), strict=True)):
+            first, end = span
             if at in everywhere:
                 offset = prefix_hits - first if first < prefix_hits else 0
                 start = first + offset
@@ -145,8 +152,7 @@ class Chunks:
                     Match(base + offset, start, end - start, offset, rooms[at], own, begins and first == base)
                 )
             else:
-                ranks = tuple(rank for rank, found in enumerate(there) if at not in found)
-                missing.append(Missing(spans[at], own, ranks))
+                missing.append(Missing(span, own, tuple(rank for rank, found in enumerate(there) if at not in found)))
         hits = tuple(map(len, there))
         return Found(len(words), prefix_hits, prefix_keys, tuple(matches), tuple(missing), hits, by_rank)
 
@@ -165,14 +171,12 @@ class Chunks:
             tokens.append(found.hits * self.prefix_chunk_tokens)
         return tuple(keys[0][: min(tokens) // self.prefix_chunk_tokens]) if keys else (), tuple(tokens)
 
-    def _there(
-        self, behind: Sequence[int], rooms: Sequence[int], keys: Sequence[Sequence[bytes]], wait_s: float
-    ) -> list[set[int]]:
+    def _there(self, rooms: Sequence[int], keys: Sequence[Sequence[bytes]], wait_s: float) -> list[set[int]]:
         """For each rank the chunks that it has. One search of the index for each room; then all that is missing is
         asked for before the first answer is waited for."""
         by_room: dict[int, list[int]] = {}
-        for at in behind:
-            by_room.setdefault(rooms[at], []).append(at)
+        for at, room in enumerate(rooms):
+            by_room.setdefault(room, []).append(at)
         there: list[set[int]] = [set() for _ in keys]
         deadline = time.monotonic() + wait_s
         pending: list[tuple[set[int], list[int], LookupHandle]] = []

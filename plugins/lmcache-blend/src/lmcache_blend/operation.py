@@ -23,13 +23,15 @@ from lmcache_blend.planning import Planner
 from lmcache_blend.rope import Rope
 from lmcache_blend.space import ChunkSpace
 from lmcache_core import Client, Layout
-from lmcache_core.errors import UsageError
-from lmcache_core.limits import CALL_TIMEOUT_S
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import CALL_TIMEOUT_S, FRAME_BYTES_MAX
 from lmcache_core.server.operation import OperationContext, ServerOperation
 from lmcache_core.tokens.namespace import NamespaceOfDigest
 
 OPERATION = "blend"
 SPACES_MAX = 64  # registered: each has some hundred namespaces at most
+KEYS_MAX = FRAME_BYTES_MAX // 66  # of chunks, as an answer holds them: 64 hexadecimal digits and their length
+PREFIX_KEYS_MAX = 1 << 16  # of prefixes of all ranks, which are looked up and not answered: some 50 ms of a lane
 PLANNERS_MAX = 8  # of all spaces, by what prefixes depend on besides: each may remember 10 MB of counts
 
 
@@ -76,7 +78,15 @@ class BlendOperation(ServerOperation):
         return Answer(rooms=chunks.space.rooms)
 
     def _lookup(self, chunks: Chunks, call: UnifiedLookup) -> Answer:
-        found = chunks.find(call.tokens, call.marks, extra=bytes.fromhex(call.extra), wait_s=call.wait_s)
+        prefix_keys = len(call.tokens) // chunks.prefix_chunk_tokens * len(chunks.prefixes)
+        if prefix_keys > PREFIX_KEYS_MAX:
+            raise LimitError(
+                f"a prefix of {len(call.tokens):,} tokens for {len(chunks.prefixes)} ranks has {prefix_keys:,} keys, "
+                f"and the limit is {PREFIX_KEYS_MAX:,}: ask for fewer tokens at once"
+            )
+        found = chunks.find(
+            call.tokens, call.marks, extra=bytes.fromhex(call.extra), wait_s=call.wait_s, keys_max=KEYS_MAX
+        )
         room = chunks.space.room
         with self._lock:
             self._counts["lookups"] += 1

@@ -21,7 +21,8 @@ from lmcache_core.tokens.keys import chunk_keys
 
 DOCUMENTS_MAX = 256  # of one prompt: a step looks at each, so the work grows with the square
 STEPS_PER_DOCUMENT = 4  # each looks at all documents that are left; a greedy walk takes one
-WALKED_TOKENS_MAX = 1 << 25  # of all branches: a tenth of a second or two
+WALKED_TOKENS_MAX = 1 << 26  # of all branches: half a second
+KEY_TOKENS, BRANCH_TOKENS = 128, 512  # that take as long to hash as a key to be made and searched, and a branch kept
 SEEN_MAX = 65_536  # documents: about 10 MB. Then counts are halved, and single ones forgotten
 _Words = npt.NDArray[np.uint32]
 
@@ -117,8 +118,8 @@ class Planner:
     def plan(self, system: Tokens, documents: Sequence[Tokens], question: Tokens = ()) -> Plan:
         """Walk the tree of stored prefixes from `system` on: at each step all documents that are left are looked up
         behind those that were chosen. The branch that reaches farthest goes first; another is taken up when it
-        ends. When nothing more is stored, or a walk has looked at `WALKED_TOKENS_MAX` tokens, the rest follows, first
-        what this planner has seen in most prompts: then the next prompts have more to share. Raises `UsageError`.
+        ends. When nothing more is stored, or a walk has done the work of `WALKED_TOKENS_MAX` tokens, the rest follows,
+        first what this planner has seen in most prompts: then the next prompts have more to share. Raises `UsageError`.
         """
         if len(documents) > DOCUMENTS_MAX:
             raise UsageError(f"{len(documents)} documents in one prompt, and the limit is {DOCUMENTS_MAX}")
@@ -136,7 +137,8 @@ class Planner:
             left = [at for at in range(len(parts)) if at not in best.order]
             after: list[tuple[int | None, _Words]] = [(at, parts[at]) for at in left] or [(None, last)]
             steps, branches = steps + 1, branches + len(after)
-            walked += len(after) * sum(map(len, best.rest)) + sum(len(words) for _, words in after)
+            looked = len(after) * sum(map(len, best.rest)) + sum(len(words) for _, words in after)
+            walked += looked + looked // self.prefixes.chunk_tokens * KEY_TOKENS + len(after) * BRANCH_TOKENS
             for reached in self._extended(best, after):
                 ends.note(reached)
                 if left:
