@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
 import urllib.request
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
 
-from lmcache_blend import Chunks, ChunkSpace, Lengths
-from lmcache_blend.messages import Answer, BlendRequest, PlanPrompt, UnifiedLookup
+from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope
+from lmcache_blend.messages import Answer, BlendRequest, ListSpaces, PlanPrompt, Space, UnifiedLookup, UnregisterRope
 from lmcache_blend.operation import OPERATION, SPACES_MAX, registration
 from lmcache_core import Client, Server
 from lmcache_core.errors import LimitError, UsageError
@@ -116,9 +117,55 @@ def test_what_cannot_be_registered_or_is_not_is_refused(client: Client) -> None:
             call(client, wrong)
     for number in range(SPACES_MAX):
         call(client, replaced(good, space=f"{number}"))
-    call(client, replaced(good, space="0"))
-    with pytest.raises(UsageError, match="the limit"):
+    with pytest.raises(LimitError, match="the limit"):
         call(client, good)
+    call(client, UnregisterRope(space="0"))
+    call(client, good)
+    with pytest.raises(UsageError, match="not registered"):
+        call(client, UnregisterRope(space="0"))
+
+
+def test_nobody_replaces_a_space_that_another_has_registered(start: Callable[..., Server]) -> None:
+    server = start(l1={"size_bytes": 8 << 20, "backing": "memfd"})
+    with server.connect() as first, server.connect() as second:
+        chunks = Chunks(first, space(tenant_salt="one"), prefixes(), PREFIX_TOKENS)
+        good = registration(chunks, "small", by="the first engine")
+        call(first, good)
+        store_missing(chunks, TEXT, chunks.find(TEXT))
+        there = len(call(first, UnifiedLookup(space="small", tokens=TEXT.tolist())).matches)
+        assert there == len(chunks.find(TEXT).matches) > 5
+        for other, says in (
+            (space(), "chunks"),
+            (space(tenant_salt="one", lengths=Lengths(8, 25, 40)), "mean"),
+            (
+                dataclasses.replace(space(tenant_salt="one"), rope=Rope(99.0, 6, False, (1.0, 0.3, 0.01))),
+                "rope_theta, chunks",
+            ),
+        ):
+            wrong = registration(Chunks(second, other, prefixes(), PREFIX_TOKENS), "small", by="the second")
+            with pytest.raises(UsageError, match=f"by 'the first engine' with another {says}: use another name"):
+                call(second, wrong)
+        assert call(second, msgspec.structs.replace(good, by="the second")).rooms == [8, 16, 24, 32, 40]
+        assert call(second, ListSpaces()).spaces == [Space("small", "the first engine")]
+        assert len(call(second, UnifiedLookup(space="small", tokens=TEXT.tolist())).matches) == there
+        call(second, UnregisterRope(space="small"))
+        assert not call(first, ListSpaces()).spaces
+
+
+def test_two_salts_never_find_each_others_chunks(client: Client) -> None:
+    """Neither by the library nor in the server; and a name is a space: whoever may call it looks with its salt."""
+    salts = ("", "one", "two")
+    texts = {salt: np.random.default_rng(at).integers(2, 1000, 300) for at, salt in enumerate(salts)}
+    every = {salt: Chunks(client, space(tenant_salt=salt), prefixes(), PREFIX_TOKENS) for salt in salts}
+    for salt, chunks in every.items():
+        call(client, registration(chunks, f"of {salt}"))
+        store_missing(chunks, texts[salt], chunks.find(texts[salt]))
+    for salt, chunks in every.items():
+        for stored, text in texts.items():
+            asked = call(client, UnifiedLookup(space=f"of {salt}", tokens=text.tolist()))
+            assert bool(chunks.find(text).matches) == bool(asked.matches) == (stored == salt)
+    keys = [{key for each in chunks.find(TEXT).missing for key in each.keys} for chunks in every.values()]
+    assert len(set.union(*keys)) == sum(map(len, keys))
 
 
 def test_a_lookup_of_more_than_an_answer_holds_is_refused_before_it_is_made(

@@ -36,11 +36,14 @@ class Objects(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RegisterRope(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="register_rope", tag_field="type", kw_only=True
 ):
-    """A model's space, by a name for later calls; another registration under the name replaces it.
+    """A model's space, by a name for later calls of anybody. Another one under the name is refused; the same again is
+    the same space.
 
-    `prefixes`: of each rank; `chunks`: of each rank, by room in ascending order. `rope_*`: as in `Rope`."""
+    `prefixes`: of each rank; `chunks`: of each rank, by room in ascending order. `rope_*`: as in `Rope`. `by`: who
+    registers it, in its own words, for those who find the name taken."""
 
     space: Name
+    by: Annotated[str, Meta(max_length=64)] = ""
     rope_theta: float
     rope_dimensions: Annotated[int, Meta(ge=2, le=2 * PAIRS_MAX)]
     rope_inv_freq: Annotated[list[float], Meta(max_length=PAIRS_MAX)]
@@ -57,6 +60,18 @@ class RegisterRope(
     mean: Count = LENGTHS.mean
     maximum: Count = LENGTHS.maximum
     step_tokens: Count = STEP_TOKENS
+
+
+class UnregisterRope(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unregister_rope", tag_field="type", kw_only=True
+):
+    """A space is forgotten, and its name is free. What is stored stays."""
+
+    space: Name
+
+
+class ListSpaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_spaces", tag_field="type"):
+    """Which spaces are registered, and by whom."""
 
 
 class UnifiedLookup(
@@ -103,13 +118,21 @@ class MissingChunk(msgspec.Struct, frozen=True):
     ranks: list[int]
 
 
+class Space(msgspec.Struct, frozen=True):
+    """A registered space; `by`: as it was registered first."""
+
+    space: str
+    by: str
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a call was answered; other fields have nothing.
 
-    `rooms`: of a registration, for how many tokens objects are. `prefix_tokens` to `rank_hits`: as in `Found`. `order`
-    to `tokens`: as in `Plan`."""
+    `rooms`: of a registration, for how many tokens objects are. `spaces`: of a list. `prefix_tokens` to `rank_hits`: as
+    in `Found`. `order` to `tokens`: as in `Plan`."""
 
     rooms: list[int] = []
+    spaces: list[Space] = []
     prefix_tokens: int = 0
     prefix_rank_tokens: list[int] = []
     matches: list[FoundMatch] = []
@@ -121,6 +144,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call; its `type` says which: `register_rope`, `unified_lookup` or `plan`."""
+    """One call; its `type` says which."""
 
-    call: RegisterRope | UnifiedLookup | PlanPrompt
+    call: RegisterRope | UnregisterRope | ListSpaces | UnifiedLookup | PlanPrompt

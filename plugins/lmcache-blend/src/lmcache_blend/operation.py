@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_blend.chunks import Chunks
 from lmcache_blend.cutting import Lengths
@@ -13,11 +14,14 @@ from lmcache_blend.messages import (
     Answer,
     BlendRequest,
     FoundMatch,
+    ListSpaces,
     MissingChunk,
     Objects,
     PlanPrompt,
     RegisterRope,
+    Space,
     UnifiedLookup,
+    UnregisterRope,
 )
 from lmcache_blend.planning import Planner
 from lmcache_blend.rope import Rope
@@ -35,6 +39,11 @@ PREFIX_KEYS_MAX = 1 << 16  # of prefixes of all ranks, which are looked up and n
 PLANNERS_MAX = 8  # of all spaces, by what prefixes depend on besides: each may remember 10 MB of counts
 
 
+class _Registered(NamedTuple):
+    call: RegisterRope
+    chunks: Chunks
+
+
 class BlendOperation(ServerOperation):
     """On a lane: it searches the index through a client of its own, and may wait for tiers."""
 
@@ -47,22 +56,27 @@ class BlendOperation(ServerOperation):
             client_name="lmcache-blend",
             call_timeout_s=CALL_TIMEOUT_S,
         )
-        self._spaces: dict[str, Chunks] = {}
+        self._spaces: dict[str, _Registered] = {}
         self._planners: dict[tuple[str, bytes], Planner] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(("registered", "lookups", "plans"), 0))
         self._lock = threading.Lock()
 
     def handle(self, request: BlendRequest) -> Answer:
-        """Carry a call out. Raises `UsageError`."""
+        """Carry a call out. Raises `UsageError`, and `LimitError` for what would take other operations too long."""
         call = request.call
-        if isinstance(call, RegisterRope):
-            return self._register(call)
+        match call:
+            case RegisterRope():
+                return self._register(call)
+            case UnregisterRope():
+                return self._unregister(call.space)
+            case ListSpaces():
+                with self._lock:
+                    return Answer(spaces=[Space(name, each.call.by) for name, each in self._spaces.items()])
         with self._lock:
-            chunks = self._spaces.get(call.space)
-        if chunks is None:
-            raise UsageError(
-                f"the space {call.space!r:.80} is not registered: call register_rope, also after a restart"
-            )
+            registered = self._spaces.get(call.space)
+        if registered is None:
+            raise _unknown(call.space)
+        chunks = registered.chunks
         return self._lookup(chunks, call) if isinstance(call, UnifiedLookup) else self._plan(chunks, call)
 
     def _register(self, call: RegisterRope) -> Answer:
@@ -70,12 +84,25 @@ class BlendOperation(ServerOperation):
             self._client, _space_of(call), [_namespace_of(each) for each in call.prefixes], call.prefix_chunk_tokens
         )
         with self._lock:
-            if len(self._spaces) >= SPACES_MAX and call.space not in self._spaces:
-                raise UsageError(f"{SPACES_MAX} spaces are registered, which is the limit: replace one of them")
-            self._spaces[call.space] = chunks
-            self._planners = {key: each for key, each in self._planners.items() if key[0] != call.space}
+            there = self._spaces.get(call.space)
+            if there is None and len(self._spaces) >= SPACES_MAX:
+                raise LimitError(f"{SPACES_MAX} spaces are registered, which is the limit: unregister one of them")
+            if there is not None and (other := _different(there.call, call)):
+                raise UsageError(
+                    f"the space {call.space!r:.80} is registered by {there.call.by or 'somebody'!r:.80} with another "
+                    f"{', '.join(other)}: use another name, or unregister that one"
+                )
+            if there is None:
+                self._spaces[call.space] = _Registered(call, chunks)
             self._counts["registered"] += 1
         return Answer(rooms=chunks.space.rooms)
+
+    def _unregister(self, name: str) -> Answer:
+        with self._lock:
+            if self._spaces.pop(name, None) is None:
+                raise _unknown(name)
+            self._planners = {key: each for key, each in self._planners.items() if key[0] != name}
+        return Answer()
 
     def _lookup(self, chunks: Chunks, call: UnifiedLookup) -> Answer:
         prefix_keys = len(call.tokens) // chunks.prefix_chunk_tokens * len(chunks.prefixes)
@@ -124,6 +151,16 @@ class BlendOperation(ServerOperation):
         self._client.close(timeout_s=0.0)
 
 
+def _unknown(space: str) -> UsageError:
+    return UsageError(f"the space {space!r:.80} is not registered: call register_rope, also after a restart")
+
+
+def _different(there: RegisterRope, other: RegisterRope) -> list[str]:
+    """In which fields a registration differs from one under the same name."""
+    names = [name for name in RegisterRope.__struct_fields__ if name != "by"]
+    return [name for name in names if getattr(there, name) != getattr(other, name)]
+
+
 def _space_of(call: RegisterRope) -> ChunkSpace:
     rope = Rope(
         call.rope_theta, call.rope_dimensions, call.rope_interleaved, tuple(call.rope_inv_freq), call.rope_scaling
@@ -159,11 +196,13 @@ def _hex(keys: Sequence[bytes]) -> list[str]:
     return [key.hex() for key in keys]
 
 
-def registration(chunks: Chunks, name: str) -> RegisterRope:
-    """The call that registers the space of these chunks, for a program that has them."""
+def registration(chunks: Chunks, name: str, by: str = "") -> RegisterRope:
+    """The call that registers the space of these chunks, for a program that has them. `by`: what it is called, for
+    those who find the name taken; empty: its number as a process."""
     space = chunks.space
     return RegisterRope(
         space=name,
+        by=by or f"process {os.getpid()}",
         rope_theta=space.rope.theta,
         rope_dimensions=space.rope.dimensions,
         rope_inv_freq=list(space.rope.inv_freq),
