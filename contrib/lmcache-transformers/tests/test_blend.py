@@ -24,6 +24,7 @@ from proving import GREEDY, plain  # noqa: E402  # they need torch
 from tiny_models import VOCABULARY, tiny_config, tiny_model  # noqa: E402
 
 from lmcache_transformers import Blending, CachedGenerator  # noqa: E402
+from lmcache_transformers.blend import forward  # noqa: E402
 from lmcache_transformers.blend.attention import paid_to  # noqa: E402
 from lmcache_transformers.blend.certificate import Step, deviation_max, steps_of  # noqa: E402
 from lmcache_transformers.blend.conditions import Conditions, covering  # noqa: E402
@@ -413,6 +414,41 @@ def test_what_a_question_looks_at_is_what_the_model_says(name: str, attention: s
     found = paid_to(model, geometry, prefix, backwards, layers, QUESTION, end)
     assert torch.allclose(found.flip(0), wanted, rtol=1e-3, atol=1e-5)
     assert prefix.get_seq_length() == base
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Glm", "GPTNeoX"])
+def test_long_prompts_are_computed_in_pieces_whose_masks_are_bounded(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(name)
+    model.set_attn_implementation(attention)
+    geometry, tokens = geometry_of(model), [*HEAD, *DOCUMENTS[0], *DOCUMENTS[1], *QUESTION]
+    masks: list[int] = []
+    by_position = forward.mask_by_position
+    monkeypatch.setattr(
+        forward, "mask_by_position", lambda *given: masks.append((mask := by_position(*given)).numel()) or mask
+    )
+    everything, whole = torch.arange(len(tokens)), cache_with_room(geometry, len(tokens))
+    compute(model, whole, tokens)
+    rooms = [room for room in rooms_of(whole) if room is not None]
+    kept = everything[[40, 7, 33, 2, 11, 5, 60]]
+    layers = [(each.keys[0][:, kept], each.values[0][:, kept]) for each in rooms]
+    empty = cache_with_room(geometry, 0)
+    found = []
+    for pairs in (1 << 25, 10 * len(tokens)):
+        monkeypatch.setattr(forward, "PAIRS_MAX", pairs)
+        cache = cache_with_room(geometry, len(tokens))
+        logits = blend_into(model, cache, tokens, kept, layers, logits=23)
+        first = len(tokens) - len(QUESTION)
+        paid = paid_to(model, geometry, empty, kept, layers, [*QUESTION] * 5, first)
+        found.append([logits, paid, *(each.keys[:, :, : len(tokens)] for each in rooms_of(cache) if each is not None)])
+    assert masks[:2] == [(len(tokens) - 7) * len(tokens), 25 * 32]
+    assert len(masks) == 2 + 7 + 2
+    assert max(masks[2:]) <= 10 * len(tokens)
+    for one, many in zip(*found, strict=True):
+        assert one.shape == many.shape
+        assert torch.allclose(one, many, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_that_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lmcache_core.errors import UsageError
-from lmcache_transformers.blend.forward import Layers, add_kept, forward
+from lmcache_transformers.blend.forward import Layers, add_kept, forward, pieces
 from lmcache_transformers.room import cache_with_room, copy_rooms
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ class _Watched(TorchFunctionMode):  # type: ignore[misc]  # torch is not there w
     ) -> Any:
         found = function(*args, **(kwargs or {}))
         if function is functional.scaled_dot_product_attention:
-            self._note(_probabilities(*args, **(kwargs or {})))
+            heads = _probabilities(*args, **(kwargs or {}))
+            self.paid.append(sum((self._of_held(each) for each in heads), torch.zeros(self._held)))
         elif function is functional.softmax and found.dim() == 4 and found.shape[-1] > self._held:
-            self._note(found)
+            self.paid.append(self._of_held(found))
         return found
 
-    def _note(self, probabilities: torch.Tensor) -> None:
-        self.paid.append(probabilities[..., : self._held].float().sum(dim=(0, 1, 2)).cpu())
+    def _of_held(self, probabilities: torch.Tensor) -> torch.Tensor:
+        return probabilities[..., : self._held].float().flatten(end_dim=-2).sum(dim=0).cpu()
 
 
 def _probabilities(
@@ -53,15 +54,19 @@ def _probabilities(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Of `scaled_dot_product_attention`, which keeps its own to itself. No new token is held, and so it makes no
-    difference here which of them see each other."""
-    heads = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(heads, dim=1) if heads > 1 else key
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+) -> Iterator[torch.Tensor]:
+    """Of `scaled_dot_product_attention`, which keeps its own to itself: one head after the other, because all of them
+    take gigabytes. No new token is held, and so it makes no difference here which of them see each other."""
+    heads = query.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return torch.softmax(scores.float(), dim=-1)
+        attn_mask = attn_mask.broadcast_to(query.shape[0], heads, query.shape[2], key.shape[2])
+    for head in range(heads):
+        scores = query[:, head] @ key[:, head * key.shape[1] // heads].transpose(-2, -1) * scale
+        if attn_mask is not None:
+            mask = attn_mask[:, head]
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        yield torch.softmax(scores.float(), dim=-1)
 
 
 def paid_to(
@@ -85,6 +90,8 @@ def paid_to(
     held = torch.cat([torch.arange(base), places])
     with _Watched(len(held)) as watched:
         forward(model, cache, held, torch.tensor(list(question)), torch.arange(first, first + len(question)), logits=1)
-    if len(watched.paid) != len(geometry.layers):
-        raise UsageError(f"{len(watched.paid)} calls of attention were seen in {len(geometry.layers)} layers")
-    return torch.stack(watched.paid[len(watched.paid) // 3 :]).sum(dim=0)[base:]
+    layers_seen, calls = len(geometry.layers), len(pieces(len(held), len(question)))
+    if len(watched.paid) != layers_seen * calls:
+        raise UsageError(f"{len(watched.paid)} calls of attention were seen in {layers_seen * calls} layers")
+    paid = torch.stack(watched.paid).reshape(calls, layers_seen, len(held)).sum(dim=0)
+    return paid[layers_seen // 3 :].sum(dim=0)[base:]

@@ -1,4 +1,4 @@
-"""One stock forward call over a cache whose tokens stand in any order.
+"""One stock forward call over a cache whose tokens stand in any order, or a few where the prompt is long.
 
 Keys carry their position, so attention does not ask in which order a cache holds them: only which tokens a new one may
 see. The call gets the new tokens with their true positions, and a mask by position.
@@ -17,6 +17,7 @@ from lmcache_transformers.room import cache_with_room, copy_rooms, fill, rooms_o
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
+PAIRS_MAX = 1 << 25  # of a new token and one that it might see, in one call: a mask has 2 or 4 bytes for each
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, [heads, tokens, size]
 
 
@@ -65,11 +66,24 @@ def add_kept(cache: DynamicCache, layers: Layers) -> None:
 def forward(
     model: Any, cache: DynamicCache, held: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, *, logits: int
 ) -> torch.Tensor:
-    """Compute new tokens, of ids `tokens` at `positions`, over a cache whose tokens stand at the positions `held`, and
-    append them to it. Returns the last `logits` rows of logits `[logits, vocabulary]`."""
-    mask = mask_by_position(held, positions, model.dtype)
-    rows: torch.Tensor = _call(model, cache, tokens, positions, mask, logits).logits[0]
-    return rows
+    """Compute new tokens, of ids `tokens` at `positions`, which ascend, over a cache whose tokens stand at `held`, and
+    append them to it. Returns the last `logits` rows of logits `[logits, vocabulary]`. One call, unless its mask were
+    larger than `PAIRS_MAX`: then one piece of the new tokens after another."""
+    rows = []
+    for first, end in pieces(len(held), len(tokens)):
+        new, wanted = positions[first:end], logits - (len(tokens) - end)
+        mask = mask_by_position(torch.cat([held, positions[:first]]), new, model.dtype)
+        kept = min(max(wanted, 1), end - first)
+        found = _call(model, cache, tokens[first:end], new, mask, kept).logits[0]
+        if wanted > 0:
+            rows.append(found)
+    return torch.cat(rows)
+
+
+def pieces(held: int, new: int) -> list[tuple[int, int]]:
+    """First new token and end of each call over `held` tokens."""
+    step = max(1, PAIRS_MAX // (held + new))
+    return [(first, min(first + step, new)) for first in range(0, new, step)]
 
 
 def mask_by_position(held: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
