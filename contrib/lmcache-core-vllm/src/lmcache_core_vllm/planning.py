@@ -79,12 +79,13 @@ class Describer:
     def describe(
         self, groups: Sequence[Group], ranks: Sequence[Sequence[Namespace]], hashing: Callable[[], Hashing]
     ) -> None:
-        """Write it, unless it is there. Whoever reads it derives keys, so only the engine's user may, at first."""
+        """Write it, if it has changed or the file is gone. Whoever reads it derives keys, so only the engine's user
+        may, at first."""
         if self._path is None or not ranks:
             return
         try:
             now = described(groups, ranks, hashing())
-            if now != self._written:
+            if now != self._written or not self._path.exists():
                 replace_file(self._path, msgspec.json.encode(now))
         except (OSError, UsageError) as error:
             log.error("description %s is not written: %s", self._path, error)
