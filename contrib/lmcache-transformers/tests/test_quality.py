@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,30 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(
 ) -> None:
     assert quality(folder, *options) != 0
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("what", [["--serde", "zstd", "--windows", "1"], ["--blend", "0.25"]])
+def test_a_model_that_computes_no_numbers_is_not_certified(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: list[str], value: float
+) -> None:
+    pytest.importorskip("lmcache_blend._native", reason="built without C")
+    broken, file, outcomes = tmp_path / "broken", tmp_path / "certificate.json", tmp_path / "outcomes.jsonl"
+    shutil.copytree(folder, broken)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = value
+    model.save_pretrained(broken)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"documents": [TEXT[:200], TEXT[300:500]], "question": "word1"}))
+    if "--blend" in what:
+        what = [*what, "--prompts", str(tmp_path / "prompts.jsonl"), "--answer", "4", "--outcomes", str(outcomes)]
+    else:
+        what = [*what, "--document", str(folder / "text.txt"), "--context", "40", "--predict", "16"]
+    what = [*what, "--chunk-tokens", "16"]
+    assert main(["quality", str(broken), *what, "--certificate", str(file)]) != 0
+    assert "the model computes NaN or infinite numbers, and such answers are not certified" in capsys.readouterr().err
+    assert not file.exists()
+    assert not outcomes.exists() or not outcomes.read_bytes()
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from lmcache_transformers.blend.conditions import FIRST_TOKENS, FORMAT, Conditio
 from lmcache_transformers.blend.deviation import look
 from lmcache_transformers.blend.forward import Layers, blend_into, compute, compute_chunk
 from lmcache_transformers.geometry import Geometry
-from lmcache_transformers.quality.mean import Mean
+from lmcache_transformers.quality.mean import Mean, finite
 from lmcache_transformers.quality.outcomes import Outcome, Outcomes, Tried
 from lmcache_transformers.quality.prompts import KINDS, Prompt, make_prompts, read_prompts, shipped
 from lmcache_transformers.room import cache_with_room, copy_rooms
@@ -228,7 +228,7 @@ class Trial:
         return hashlib.sha256(repr((*how, self.head, cut.chunks, cut.tail)).encode()).hexdigest()
 
     def run(self, cut: Cut, shares: Sequence[float]) -> list[Outcome]:
-        """One outcome for each share."""
+        """One outcome for each share. Raises `UsageError` if a number is not finite."""
         chunks, tail, base = cut.chunks, cut.tail, len(self.head)
         body = [token for each in chunks for token in each]
         logits, answer = self._in_full(body, tail)
@@ -243,10 +243,13 @@ class Trial:
             again, deviation = looked.choose(share)
             got = self._blended(body, [*tail, *answer[:-1]], ~again, layers)
             found, best = torch.log_softmax(got, dim=-1), got.argmax(dim=-1)
+            cosine = float(torch.nn.functional.cosine_similarity(logits, got, dim=-1).mean())
+            divergence = float((expected.exp() * (expected - found)).sum(dim=-1).mean())
+            finite([cosine, divergence, deviation])  # before it is written anywhere
             outcomes.append(
                 Outcome(
-                    float(torch.nn.functional.cosine_similarity(logits, got, dim=-1).mean()),
-                    max(0.0, float((expected.exp() * (expected - found)).sum(dim=-1).mean())),  # not below by rounding
+                    cosine,
+                    max(0.0, divergence),  # not below by rounding
                     float((logits.argmax(dim=-1) == best).float().mean()),
                     float(best[len(tail) - 1 :].tolist() == answer),
                     deviation,
