@@ -24,7 +24,7 @@ from proving import GREEDY, plain  # noqa: E402  # they need torch
 from tiny_models import VOCABULARY, tiny_config, tiny_model  # noqa: E402
 
 from lmcache_transformers import Blending, CachedGenerator  # noqa: E402
-from lmcache_transformers.blend import forward  # noqa: E402
+from lmcache_transformers.blend import blender, forward  # noqa: E402
 from lmcache_transformers.blend.attention import paid_to  # noqa: E402
 from lmcache_transformers.blend.certificate import Step, deviation_max, steps_of  # noqa: E402
 from lmcache_transformers.blend.conditions import Conditions, covering  # noqa: E402
@@ -143,6 +143,16 @@ def test_documents_in_another_order_are_blended_and_all_recomputed_is_exact(
             exact = CachedGenerator(model, None, client, model_name="tiny", chunk_tokens=16)
             same = exact.generate(list(prompt.tokens), **GREEDY)
             assert all(map(torch.equal, got.output.logits, same.output.logits))
+
+
+def test_a_passage_that_a_document_repeats_is_computed_once(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, computed = made("Llama"), []
+    generator = blending(client, model, certificate(tmp_path, model), minimum=CHUNK, maximum=CHUNK)
+    monkeypatch.setattr(blender, "compute_chunk", lambda *given: computed.append(given[-1]) or compute_chunk(*given))
+    assert generator.store_documents([DOCUMENTS[0] * 3 + DOCUMENTS[1]]) == 2
+    assert computed == [DOCUMENTS[0], DOCUMENTS[1]]
 
 
 def test_a_lone_document_where_it_was_computed_is_exact(client: Client, tmp_path: Path) -> None:

@@ -69,6 +69,18 @@ def test_a_marked_document_is_found_at_any_place(chunks: Chunks) -> None:
         check_read(chunks, prompt, found.matches)
 
 
+def test_a_chunk_that_a_text_repeats_is_stored_once(chunks: Chunks) -> None:
+    text, marks = np.tile(TEXT[:30], 4), [(at, at + 30) for at in range(0, 120, 30)]
+    found = chunks.find(text, marks)
+    own = len(found.missing) // 4
+    statuses = store_missing(chunks, text, found)
+    assert statuses == [Status.STORED] * own + [Status.EXISTS] * 3 * own
+    again = chunks.find(text, marks)
+    assert again.matched_tokens == 120
+    check_read(chunks, text, again.matches)
+    assert store_missing(chunks, text, found) == [Status.EXISTS] * 4 * own
+
+
 def test_matches_begin_behind_the_prefix(chunks: Chunks) -> None:
     prompt = np.concatenate([[1], TEXT])
     store_missing(chunks, prompt, chunks.find(prompt, [(1, 101)]))

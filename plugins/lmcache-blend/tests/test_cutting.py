@@ -104,7 +104,14 @@ def test_tokens_that_make_every_place_an_end_are_cut_at_the_minimum() -> None:
         ({"marks": [(0, 3), (2, 4)]}, "no document"),
         ({"marks": [(3, 3)]}, "no document"),
         ({"marks": [(0, 11)]}, "in a text of 10"),
-        ({"marks": [(0, 1, 2)]}, "no document"),
+        ({"marks": [(0, 1, 2)]}, "not the first token and the end"),
+        ({"marks": [(4, 6), (0, 2)]}, "is no document behind token 6"),
+        ({"marks": [(-1, 2)]}, "sort them"),
+        ({"marks": [(0.5, 3.5)]}, "not the first token and the end"),
+        ({"marks": ["ab"]}, "not the first token and the end"),
+        ({"marks": [3, 5]}, "not the first token and the end"),
+        ({"marks": [(0, 10**30)]}, "in a text of 10"),
+        ({"marks": [(0, 1)] * 1_000_000}, "1,000,000 marks, and the limit is 65,536"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked: dict, says: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -217,15 +217,22 @@ class Chunks:
 
         `sources`: for each chunk the keys and values of each layer, [heads, tokens, size] without the prefix tokens:
         numpy arrays or torch tensors in host memory, of the layout's dtype (see `check_layout`). Returns a status for
-        each chunk; those that are stored already are not copied. Raises `UsageError`.
+        each chunk; those that are stored already are not copied, and of equal ones the first is: the others then exist.
+        Raises `UsageError`.
         """
         if len(chunks) != len(sources):
             raise UsageError(f"{len(sources)} sources for {len(chunks)} chunks: give one for each")
         statuses = [Status.UNREACHABLE] * len(chunks)
-        for room, positions in self._by_room([each.span.end - each.span.first for each in chunks]).items():
+        firsts: dict[bytes, int] = {}
+        for at, chunk in enumerate(chunks):
+            firsts.setdefault(chunk.keys[rank], at)
+        by_room: dict[int, list[int]] = {}
+        for at in firsts.values():
+            by_room.setdefault(self.space.room(chunks[at].span.tokens), []).append(at)
+        for room, positions in by_room.items():
             namespace = self._namespace(room, rank)
             kind = check_layout(namespace)
-            layers = [_checked(sources[at], namespace, chunks[at].span.end - chunks[at].span.first) for at in positions]
+            layers = [_checked(sources[at], namespace, chunks[at].span.tokens) for at in positions]
             keys = [chunks[at].keys[rank] for at in positions]
             with self.client.prepare_store(keys, namespace=namespace) as lease:
                 with contextlib.suppress(DisconnectedError, LeaseExpiredError):  # the statuses say so
@@ -234,6 +241,9 @@ class Chunks:
                     lease.commit()
             for at, status in zip(positions, lease.statuses, strict=True):
                 statuses[at] = Status.ABORTED if status is Status.GRANTED else status
+        for at, chunk in enumerate(chunks):
+            if (first := firsts[chunk.keys[rank]]) != at:
+                statuses[at] = Status.EXISTS if statuses[first] is Status.STORED else statuses[first]
         return statuses
 
     def read(
@@ -283,12 +293,6 @@ class Chunks:
                 move(stored[number, 0, :, tokens], keys, table, kind, rope.dimensions, rope.interleaved, 1)
                 move(stored[number, 1, :, tokens], values, None, kind, 0, False, 1)
             del stored
-
-    def _by_room(self, tokens: Sequence[int]) -> Mapping[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for at, each in enumerate(tokens):
-            found.setdefault(self.space.room(each), []).append(at)
-        return found
 
 
 def _served(chunks: Sequence[int], found: LookupResult) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from lmcache_core.tokens.canonical import Tokens
 
 WINDOW = 32  # tokens that decide about an end: no other edit moves it
 CHUNK_TOKENS_MAX = 1 << 20
+MARKS_MAX = 65_536  # documents of a text
 
 
 class Lengths(NamedTuple):
@@ -43,6 +45,11 @@ class Span(NamedTuple):
     first: int
     end: int
 
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.first
+
 
 def cut(
     tokens: Tokens,
@@ -58,8 +65,8 @@ def cut(
     beginning; so an edit moves the ends near it, and none behind. What follows the last such end is no chunk: with
     other text behind it, it would end elsewhere.
 
-    `marks`: first token and end of each document, in order and apart. Then each is cut by itself, its rest is a chunk
-    however short, and what lies between documents is none. Raises `UsageError`.
+    `marks`: first token and end of each document, in order and apart, at most 65,536. Then each is cut by itself, its
+    rest is a chunk however short, and what lies between documents is none. Raises `UsageError`.
     """
     return spans_of(words_of(tokens), Lengths(minimum, mean, maximum).check(), marks)
 
@@ -82,13 +89,20 @@ def spans_of(
 
 
 def checked_marks(marks: Sequence[tuple[int, int]], tokens: int) -> list[Span]:
-    """As spans. Raises `UsageError` for documents that are empty, overlap, or leave the text."""
+    """As spans. Raises `UsageError` for documents that are empty, overlap, are out of order, or leave the text."""
+    if len(marks) > MARKS_MAX:
+        raise UsageError(f"{len(marks):,} marks, and the limit is {MARKS_MAX:,}: mark fewer documents, or none")
     found, before = [], 0
     for mark in marks:
-        if len(mark) != 2 or not before <= mark[0] < mark[1] <= tokens:
+        try:
+            first, end = map(index, mark)
+        except (TypeError, ValueError):
+            raise UsageError(f"the mark {mark!r:.80} is not the first token and the end of a document") from None
+        if not before <= first < end <= tokens:
             raise UsageError(
-                f"the mark {tuple(mark)!r:.80} is no document behind token {before} in a text of {tokens} tokens"
+                f"the mark {(first, end)!r:.80} is no document behind token {before} in a text of {tokens} tokens: "
+                "sort them, apart from each other"
             )
-        found.append(Span(int(mark[0]), int(mark[1])))
-        before = found[-1].end
+        found.append(Span(first, end))
+        before = end
     return found

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from lmcache_blend.cutting import CHUNK_TOKENS_MAX, LENGTHS
+from lmcache_blend.cutting import CHUNK_TOKENS_MAX, LENGTHS, MARKS_MAX
 from lmcache_blend.planning import DOCUMENTS_MAX
 from lmcache_blend.space import ROOMS_MAX, STEP_TOKENS
 from lmcache_core.limits import CHUNK_TOKENS
@@ -81,7 +81,7 @@ class UnifiedLookup(
 
     space: Name
     tokens: Tokens
-    marks: Annotated[list[tuple[int, int]], Meta(max_length=65_536)] | None = None
+    marks: Annotated[list[tuple[int, int]], Meta(max_length=MARKS_MAX)] | None = None
     extra: Extra = ""
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
 

@@ -109,8 +109,8 @@ class Blender:
         documents begin and end. Returns how many chunks were stored now."""
         found = self._find(tokens, marks, 0)
         stored = 0
-        for missing in found.missing:
-            if not self._covered.holds(missing.span.end - missing.span.first):
+        for missing in {each.keys: each for each in found.missing}.values():  # a text may say the same twice
+            if not self._covered.holds(missing.span.tokens):
                 continue
             part = tokens[missing.span.first : missing.span.end]
             layers = compute_chunk(self._model, self._geometry, self._head(), part)
