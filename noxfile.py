@@ -107,7 +107,7 @@ def vllm(session: nox.Session) -> None:
     """The vLLM connector on real engines with small random models, in three minutes; `-- all` for every test.
     Its environment has 3.5 GB and is kept between runs. Where it cannot be built in ten minutes, nothing is tested."""
     if environments.has_vllm(session):
-        ours = ("fs", "fp8", "redis", "otel", "http", "hints", "blend", "core-vllm", "bench")
+        ours = ("fs", "fp8", "redis", "otel", "http", "hints", "blend", "transformers", "core-vllm", "bench")
         environments.install(session, *ours, native="require")
         every = "all" in session.posargs
         chosen = [each for each in session.posargs if each != "all"] or ([] if every else NOT_SLOW)

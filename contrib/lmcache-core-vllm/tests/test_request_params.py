@@ -22,6 +22,12 @@ def test_loads_are_limited_behind_what_the_engine_has_and_stores_from_the_first_
     assert [params.store_end(tokens) for tokens in (299, 301)] == [299, 300]
 
 
+def test_a_document_is_stored_as_a_chunk_if_the_request_says_so() -> None:
+    assert RequestParams.of({"store_chunk": True}).store_chunk
+    assert RequestParams.of({"store_chunk": False}) == UNLIMITED
+    assert not RequestParams.of({"store_chunk": True, "max_load_tokens": -1}).store_chunk
+
+
 @pytest.mark.parametrize(
     ("given", "tiers"),
     [
@@ -48,6 +54,8 @@ def test_tiers_are_chosen_by_name_or_by_the_medium_as_vllm_calls_it(given: Any, 
         ({"max_offload_tokens": "64"}, "max_offload_tokens is '64'"),
         ({"max_offload_tokens": 6.5}, "max_offload_tokens is 6.5"),
         ({"max_ofload_tokens": 0}, "did you mean 'max_offload_tokens'?"),
+        ({"store_chunk": 1}, "store_chunk is 1: give true or false"),
+        ({"store_chunks": True}, "did you mean 'store_chunk'?"),
         ({"kv_load_tiers": "disk"}, "kv_load_tiers is 'disk': give a list"),
         ({"kv_load_tiers": {"tier": "disk"}}, "give a list"),
         ({"kv_load_tiers": ["disk"]}, "kv_load_tiers has 'disk': give"),

@@ -777,3 +777,50 @@ def test_what_the_server_has_no_room_for_is_not_blamed_on_the_tiers_that_a_reque
     assert client.asked == 1  # it is not asked again for a while
     side.finished(request)
     assert "params_refused_requests" not in side.counters.take()
+
+
+class Offers:
+    """Takes every document, or none."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+
+    def offer(self, request: Any, groups: Any, shards: Any, block_ids: Any) -> Any:
+        if self.refusal:
+            raise UsageError(self.refusal)
+        return request.request_id, list(block_ids)
+
+
+def test_a_document_is_offered_once_in_the_step_that_computes_its_last_token(
+    clock: Clock, client: SilentClient
+) -> None:
+    side = made(clock, client, [Group(0, Kind.FULL, BLOCK, 1)], chunks=Offers())
+    request = Request("a", 40, kv_transfer_params={"store_chunk": True})
+    other = Request("b", 40)
+    for each in (request, other):
+        side.allocated(each, ([],), 0)
+    tables = {"a": [4, 5, 6], "b": [7, 8, 9]}
+    assert not side.step(output({"a": (0, 39), "b": (0, 40)}, tables)).chunks
+    assert side.step(output({"a": (39, 1), "b": (40, 1)}, tables)).chunks == [("a", [4, 5, 6])]
+    assert not side.step(output({"a": (40, 1)}, tables)).chunks
+    assert side.finished(request) is side.finished(other) is None
+
+
+def test_an_answer_says_why_a_document_was_not_stored(clock: Clock, client: SilentClient) -> None:
+    side = made(clock, client, [Group(0, Kind.FULL, BLOCK, 1)], chunks=Offers("too long"))
+    refused = "lmcache_core_chunk_refused"
+
+    def told(computed: int, **params: Any) -> dict[str, Any] | None:
+        request = Request("a", 40, kv_transfer_params={"store_chunk": True, **params})
+        side.allocated(request, ([],), 0)
+        assert not side.step(output({"a": (0, computed)}, {"a": [4, 5, 6]})).chunks
+        return side.finished(request)
+
+    assert told(40) == {refused: "too long"}
+    assert told(40, max_offload_tokens=39) == {
+        refused: "max_offload_tokens keeps a part of the prompt out of the cache"
+    }
+    assert "was not computed" in (told(39) or {})[refused]  # it was aborted
+    both = told(40, do_remote_decode=True) or {}
+    assert (both[refused], both["do_remote_prefill"]) == ("too long", True)
+    assert side.counters.take()["save_dropped_chunks"] == 3

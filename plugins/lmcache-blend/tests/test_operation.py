@@ -17,8 +17,9 @@ import pytest
 from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
 
 from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope
+from lmcache_blend.described import registration
 from lmcache_blend.messages import Answer, BlendRequest, ListSpaces, PlanPrompt, Space, UnifiedLookup, UnregisterRope
-from lmcache_blend.operation import OPERATION, SPACES_MAX, registration
+from lmcache_blend.operation import OPERATION, SPACES_MAX
 from lmcache_core import Client, Server
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.tokens.keys import chunk_keys

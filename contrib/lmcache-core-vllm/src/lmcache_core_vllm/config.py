@@ -35,8 +35,10 @@ class ConnectorConfig:
     on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or "always".
     `copy_threads`: as `Client.connect` takes it. `report_token_ids`: if the server publishes KV events, report the
     tokens of each block beside its hash. Tokens are content. `transfer`: who copies blocks: this "engine", the copier
-    of the "server" (lmcache-copier, for engines on the CPU), or whichever proves better, "auto". `unproven_ok`: serve
-    engines whose KV lies on a GPU, and versions of vLLM, which no test of this package has run with.
+    of the "server" (lmcache-copier, for engines on the CPU), or whichever proves better, "auto". `description`: a file
+    in which the engine says what its prefixes are called. `chunks`: a file in which whoever blends says what its chunks
+    are called, for documents that are stored as such. `unproven_ok`: serve engines whose KV lies on a GPU, and versions
+    of vLLM, which no test of this package has run with.
     """
 
     server: str = ""
@@ -61,6 +63,7 @@ class ConnectorConfig:
     transfer: str = "engine"
     report_token_ids: bool = True
     description: str = ""
+    chunks: str = ""
     unproven_ok: bool = False
 
     @classmethod

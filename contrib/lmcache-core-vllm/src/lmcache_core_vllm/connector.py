@@ -93,6 +93,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 saves=self._kv_transfer_config.is_kv_producer,
                 waits=loads_wait(self._settings, self._groups, vllm_config.parallel_config.world_size),
                 engine_id=self._kv_transfer_config.engine_id or "",
+                chunks=facts.chunk_offers(self._settings.chunks, vllm_config, kv_cache_config),
             )
 
     def _connect(self, part: str) -> Client:
@@ -225,8 +226,17 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         parts = parts_of(rank, memory, kv_shards, ranks) if kv_shards else [Part(rank, memory)]
         client, workers = self._connect(f"worker-{tp.rank_in_group}"), config.parallel_config.world_size
         self.worker = WorkerSide(
-            self._settings, client, *parts[0], more_shards=parts[1:], ranks=workers, path=weights.path
+            self._settings,
+            client,
+            *parts[0],
+            more_shards=parts[1:],
+            ranks=workers,
+            path=weights.path,
+            chunk_layers=self._chunk_layers(kv_caches),
         )
+
+    def _chunk_layers(self, kv_caches: dict[str, Any]) -> list[tuple[Any, Any]]:
+        return facts.chunk_layers(self._vllm_config, kv_caches) if self._settings.chunks else []
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

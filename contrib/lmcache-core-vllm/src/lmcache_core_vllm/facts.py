@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
 
 from lmcache_core.errors import SettingsError
+from lmcache_core_vllm.chunks import ChunkOffers, Shape, Write
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import Hashing
@@ -112,6 +114,26 @@ def check_shards_of(shards: int, vllm_config: VllmConfig, kv_config: KVCacheConf
     specs = [spec for group in kv_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     heads, ranks = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     check_shards(shards, heads, ranks, groups, specs)
+
+
+def chunk_offers(path: str, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ChunkOffers:
+    """Of an engine that is told where chunks are described."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    sizes = {(getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)) for spec in specs}
+    shape = Shape(layers, *sizes.pop()) if len(sizes) == 1 else None
+    return ChunkOffers(path, vllm_config.model_config.hf_config.to_dict(), shape)
+
+
+def chunk_layers(vllm_config: VllmConfig, kv_caches: Mapping[str, Any]) -> list[tuple[Any, Write]]:
+    """The tensors of a worker's layers, in the model's order, with what writes to one of their form."""
+    modules = vllm_config.compilation_config.static_forward_context
+
+    def writer(module: Any) -> Write:
+        return lambda *given: module.impl.do_kv_cache_update(module, *given)
+
+    names = sorted(kv_caches, key=lambda name: [int(number) for number in re.findall(r"[0-9]+", name)])
+    return [(kv_caches[name], writer(modules.get(name))) for name in names]
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shards: int = 0) -> dict[str, str]:

@@ -12,8 +12,9 @@ from typing import Any
 
 from lmcache_core.errors import UsageError
 
-NAMES = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers")
+NAMES = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers", "store_chunk")
 REFUSED = "lmcache_core_refused"  # in the `kv_transfer_params` of the answer
+CHUNK_REFUSED = "lmcache_core_chunk_refused"  # as well
 MEDIA = ("CPU", "STORAGE")  # vLLM's: here the pool, which is always read, and the tiers
 
 
@@ -21,12 +22,14 @@ MEDIA = ("CPU", "STORAGE")  # vLLM's: here the pool, which is always read, and t
 class RequestParams:
     """`max_load_tokens`: at most so many tokens are loaded; `max_offload_tokens`: blocks beyond the first so many
     tokens of the request are not stored; None: no limit. `tiers`: the names of those that are asked, None for all.
-    `refused`: why the request is computed without the cache, and nothing of it is stored; else empty."""
+    `refused`: why the request is computed without the cache, and nothing of it is stored; else empty. `store_chunk`:
+    the prompt is one document behind the prefix tokens, and is stored as a chunk, too."""
 
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
     tiers: tuple[str, ...] | None = None
     refused: str = ""
+    store_chunk: bool = False
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> RequestParams:
@@ -34,7 +37,7 @@ class RequestParams:
         may be content that others must not find. So is one that another engine has refused: routers pass its answer
         on in place of what the client sent."""
         try:
-            return UNLIMITED if not params else cls(*_parsed(params))
+            return UNLIMITED if not params else _parsed(params)
         except UsageError as error:
             return cls.refuse(str(error))
 
@@ -55,7 +58,7 @@ class RequestParams:
 UNLIMITED = RequestParams()
 
 
-def _parsed(params: Mapping[str, Any]) -> tuple[int | None, int | None, tuple[str, ...] | None]:
+def _parsed(params: Mapping[str, Any]) -> RequestParams:
     if not isinstance(params, Mapping):
         raise UsageError(f"kv_transfer_params is {params!r}: give an object")
     if params.get(REFUSED):
@@ -65,7 +68,11 @@ def _parsed(params: Mapping[str, Any]) -> tuple[int | None, int | None, tuple[st
         if near:
             raise UsageError(f"kv_transfer_params has no {name!r}: did you mean {near[0]!r}?")
     tiers = params.get("kv_load_tiers")
-    return _count(params, "max_load_tokens"), _count(params, "max_offload_tokens"), _tiers(tiers)
+    chunk = params.get("store_chunk", False)
+    if type(chunk) is not bool:
+        raise UsageError(f"kv_transfer_params: store_chunk is {chunk!r}: give true or false")
+    limits = _count(params, "max_load_tokens"), _count(params, "max_offload_tokens")
+    return RequestParams(*limits, _tiers(tiers), store_chunk=chunk)
 
 
 def _count(params: Mapping[str, Any], name: str) -> int | None:

@@ -16,6 +16,7 @@ from uuid import uuid4
 from lmcache_core import Client, Promise
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm.chunks import ChunkOffers
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.groups import Group, Kind, boundary_step
@@ -27,7 +28,7 @@ from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.planning import Describer
 from lmcache_core_vllm.prefill import Transfer, answer_of, transfer_of
 from lmcache_core_vllm.reports import Reports
-from lmcache_core_vllm.request_params import REFUSED, RequestParams
+from lmcache_core_vllm.request_params import CHUNK_REFUSED, REFUSED, RequestParams
 from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.weights import Adapters, Weights
 
@@ -70,6 +71,8 @@ class Tracked:
         self.vetoed = False  # a load for it has failed
         self.loading = False  # between steps
         self.matched_s: float | None = None  # since when it waits for an answer
+        self.chunk_due = self.params.store_chunk  # once its prompt is computed
+        self.chunk_refused = ""
         self.saved: dict[int, int] = {}  # by group, the block up to which all are stored, or have been offered
 
 
@@ -87,9 +90,11 @@ class SchedulerSide:
         saves: bool = True,
         waits: bool = False,
         engine_id: str = "",
+        chunks: ChunkOffers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hashing`: how block hashes are made, known with the first request. `waits`: loads are synchronous."""
+        """`hashing`: how block hashes are made, known with the first request. `waits`: loads are synchronous. `chunks`:
+        what becomes of documents that are to be stored as chunks."""
         self._config = config
         self.groups = groups
         self.client = client
@@ -110,6 +115,7 @@ class SchedulerSide:
         self._hints = HintSender(client, groups, clock)
         self._adapters = Adapters(config)
         self._describer = Describer(config.description)
+        self._chunks = chunks or ChunkOffers("", {}, None)
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
         # whose loads each step waits for; the last one is the next step
         self._step_loads: deque[list[Tracked]] = deque([[]])
@@ -430,6 +436,8 @@ class SchedulerSide:
                 table = None if state is None else state.get_block_ids(request_id)
                 if tracked is not None and table is not None and tracked.adapter is not None:
                     self._add_saves(made, tracked, self._blocks_made(tracked, table, computed))
+                    if tracked.chunk_due and computed >= tracked.request.num_prompt_tokens:
+                        self._add_chunk(made, tracked, table[0])
             if state is not None:
                 self._add_states(made, state.boundary_state_offloads)
         return made
@@ -494,6 +502,16 @@ class SchedulerSide:
     def _add_saves(step: Step, tracked: Tracked, saves: Sequence[Blocks]) -> None:
         step.saves += saves
         step.delivers |= bool(saves) and tracked.transfer is not None and tracked.transfer.computes
+
+    def _add_chunk(self, step: Step, tracked: Tracked, block_ids: Sequence[int]) -> None:
+        tracked.chunk_due = False
+        try:
+            if tracked.params.store_end(tracked.request.num_prompt_tokens) < tracked.request.num_prompt_tokens:
+                raise UsageError("max_offload_tokens keeps a part of the prompt out of the cache")
+            step.chunks.append(self._chunks.offer(tracked.request, self.groups, self._shards, block_ids))
+        except CacheError as error:
+            tracked.chunk_refused = str(error)
+            self.counters.add("save_dropped_chunks")
 
     def _add_states(self, step: Step, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
         """States that end on a boundary: vLLM says which block holds each after this step."""
@@ -574,7 +592,8 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The engine is done with it. Returns what its answer has as `kv_transfer_params`: why those of the request
-        were refused, or, if it was computed for another engine, what that one needs."""
+        were refused, or it was not stored as a chunk, and, if it was computed for another engine, what that one needs.
+        """
         tracked = self.tracked.pop(request.request_id, None)
         self._early.discard(request.request_id)
         if tracked is not None:
@@ -584,9 +603,12 @@ class SchedulerSide:
             return None
         if tracked.params.refused:
             return {REFUSED: tracked.params.refused}
-        if tracked.transfer is None or not tracked.transfer.computes:
-            return None
-        return answer_of(tracked.transfer, request, self._engine_id, self._stored_tokens(tracked))
+        if tracked.chunk_due:
+            tracked.chunk_refused = "its prompt was not computed, or nothing of it may be cached"
+        told = {CHUNK_REFUSED: tracked.chunk_refused} if tracked.chunk_refused else {}
+        if tracked.transfer is not None and tracked.transfer.computes:
+            told |= answer_of(tracked.transfer, request, self._engine_id, self._stored_tokens(tracked))
+        return told or None
 
     def _stored_tokens(self, tracked: Tracked) -> int:
         """How many of the request's first tokens are stored, or have been offered."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lmcache_core import PageEntry, Promise
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.namespaces import Hashing
 from lmcache_core_vllm.weights import Weights
+
+if TYPE_CHECKING:
+    from lmcache_blend.described import DescribedChunks
 
 STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that has ended
 
@@ -49,12 +53,23 @@ class Load:
 
 
 @dataclass
+class ChunkSave:
+    """A document to be stored as a chunk: whose chunks it is one of, the tokens of its request's prompt, and the blocks
+    that hold them."""
+
+    about: DescribedChunks
+    tokens: list[int]
+    block_ids: list[int]
+
+
+@dataclass
 class Step:
     """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler learns of a
     load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads of earlier steps that the
     scheduler does not yet know to have ended; without their hashes. `weights`: what the engine computes with, if that
     has changed since its workers reported it. `delivers`: another engine waits for what is saved. `fresh`: blocks that
-    the engine or a load may write to from this step on, and may have freed since an earlier one."""
+    the engine or a load may write to from this step on, and may have freed since an earlier one. `chunks`: documents
+    whose last tokens this step computes."""
 
     hashing: Hashing
     epoch: int = 0
@@ -66,3 +81,4 @@ class Step:
     weights: Weights | None = None
     delivers: bool = False
     fresh: list[int] = field(default_factory=list)
+    chunks: list[ChunkSave] = field(default_factory=list)

@@ -22,6 +22,7 @@ from lmcache_core.errors import CacheError, PluginError, StaleRegionError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.plugins.suggest import install_command
 from lmcache_core_vllm.arrivals import Arrivals
+from lmcache_core_vllm.chunks import ChunkStores, Write
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
@@ -86,12 +87,13 @@ class WorkerSide:
         more_shards: Sequence[Part] = (),
         ranks: int = 1,
         path: str = "",
+        chunk_layers: Sequence[tuple[Any, Write]] = (),
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`memory`: of each group its layers' regions. `more_shards`: those that it holds beside `rank`; all of them
-        are stored and loaded together. `ranks`: of the engine. `path`: where its weights came from. `cpu_clock`:
-        processor seconds of the calling thread."""
+        are stored and loaded together. `ranks`: of the engine. `path`: where its weights came from.
+        `chunk_layers`: as `ChunkStores` takes them. `cpu_clock`: processor seconds of the calling thread."""
         self._config = config
         self._client = client
         self.shards = [rank, *(each.facts for each in more_shards)]
@@ -123,6 +125,7 @@ class WorkerSide:
         self._cpu_clock = cpu_clock
         self._share = CpuShare(config.store_cpu_share, clock)
         self.counters = Counters()
+        self.chunks = ChunkStores(client, chunk_layers, self.counters)
 
     def _bind(self) -> None:
         """To the namespaces of what the rank computes with: of each shard those of its groups."""
@@ -243,6 +246,7 @@ class WorkerSide:
         """The step has been computed: wait for the last of its loads, then read what it made."""
         self.end_step_loads(step)
         self.save(step)
+        self._save_chunks(step)
         self._step_is_open = False
 
     # --- loads --------------------------------------------------------------------------------------------------
@@ -384,7 +388,7 @@ class WorkerSide:
         if not step.saves or not self.shards[0].stores:
             return
         count = sum(len(blocks.hashes) for blocks in step.saves) * len(self.shards)
-        if self._unsound or not self._knows_weights or step.epoch <= self._tainted_epoch:
+        if not self._is_sound(step):
             self.counters.add("save_tainted_blocks", count)
             return
         if self._patience.over or len(self.saving) >= self._config.saves_in_flight:
@@ -400,6 +404,17 @@ class WorkerSide:
             # What a device copies is charged when it has been read: this thread does not see it.
             threads = 1 if self._on_device else self._threads_that_copy(step)
             self._share.charge((self._cpu_clock() - began_s) * threads)
+
+    def _is_sound(self, step: Step) -> bool:
+        """Whether what the step has computed is what it should be."""
+        return not self._unsound and self._knows_weights and step.epoch > self._tainted_epoch
+
+    def _save_chunks(self, step: Step) -> None:
+        """They were asked for one by one, so they do not count in the share of the processor that saves have."""
+        if self._is_sound(step):
+            self.chunks.save(step.chunks)
+        else:
+            self.counters.add("save_dropped_chunks", len(step.chunks))
 
     def _store(self, step: Step, count: int) -> None:
         wait_s = max(self._config.step_wait_s, self._save_waits.left_s)
@@ -494,6 +509,7 @@ class WorkerSide:
         for saving in self.saving:
             if not saving.job.wait(max(0.0, until - self._clock())) and not saving.job.has_read:
                 saving.job.cancel()
+        self.chunks.close()
         self._client.close()
 
 

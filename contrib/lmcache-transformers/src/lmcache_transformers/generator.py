@@ -155,6 +155,14 @@ class CachedGenerator:
         ids = [found for each in documents if (found := self._part(each))]
         return sum(self._blender.store(each, [(0, len(each))]) for each in ids)
 
+    def describe_chunks(self, path: Path) -> None:
+        """Write what `store_documents` stores under to a file, for an engine that computes the same model and stores
+        documents too. Who reads it can make keys, so at first only this user may; anew when weights change. Raises
+        `OSError`, and `UsageError` without `reuse="blend"`."""
+        if self._blender is None:
+            raise UsageError('chunks are stored for reuse="blend": make the generator with it')
+        self._blender.describe().write(path)
+
     def _part(self, given: Any, *, special: bool = False) -> list[int]:
         if not isinstance(given, str):
             return [int(each) for each in _plain(given)]

@@ -84,7 +84,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     if cache.get_seq_length() != 1:
         raise UsageError(f"the model {name!r} does not fill the cache that it is given: it cannot be served")
     layers = [shape for at, layer in enumerate(cache.layers) if (shape := _shape(name, at, layer)) is not None]
-    return Geometry(tuple(layers), len(cache.layers), _digest(model.config))
+    return Geometry(tuple(layers), len(cache.layers), _digest(model))
 
 
 def _shape(name: str, index: int, layer: Any) -> LayerShape | None:
@@ -100,7 +100,13 @@ def _shape(name: str, index: int, layer: Any) -> LayerShape | None:
     return LayerShape(index, keys.shape[1], keys.shape[3], values.shape[3], window, keys.dtype, keys.device)
 
 
-def _digest(config: Any) -> str:
-    """A digest of the configuration: rope scaling, window sizes and the like change KV under the same name."""
-    relevant = {name: value for name, value in config.to_dict().items() if name not in _IDLE}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def config_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What the configuration says that KV may depend on: rope scaling, window sizes and the like change it under the
+    same name."""
+    relevant = {name: value for name, value in model.config.to_dict().items() if name not in _IDLE}
+    plain: dict[str, Any] = json.loads(json.dumps(relevant, sort_keys=True, default=str))
+    return plain
+
+
+def _digest(model: PreTrainedModel) -> str:
+    return hashlib.sha256(json.dumps(config_of(model), sort_keys=True).encode()).hexdigest()[:16]

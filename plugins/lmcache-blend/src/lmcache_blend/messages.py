@@ -39,8 +39,8 @@ class RegisterRope(
     """A model's space, by a name for later calls of anybody. Another one under the name is refused; the same again is
     the same space.
 
-    `prefixes`: of each rank; `chunks`: of each rank, by room in ascending order. `rope_*`: as in `Rope`. `by`: who
-    registers it, in its own words, for those who find the name taken."""
+    `prefixes`: of each rank, or none; `chunks`: of each rank, by room in ascending order. `rope_*`: as in `Rope`. `by`:
+    who registers it, in its own words, for those who find the name taken."""
 
     space: Name
     by: Annotated[str, Meta(max_length=64)] = ""
@@ -49,7 +49,7 @@ class RegisterRope(
     rope_inv_freq: Annotated[list[float], Meta(max_length=PAIRS_MAX)]
     rope_interleaved: bool = False
     rope_scaling: float = 1.0
-    prefixes: Annotated[list[Objects], Meta(min_length=1, max_length=RANKS_MAX)]
+    prefixes: Annotated[list[Objects], Meta(max_length=RANKS_MAX)] = []
     chunks: Annotated[
         list[Annotated[list[Objects], Meta(min_length=1, max_length=ROOMS_MAX)]],
         Meta(min_length=1, max_length=RANKS_MAX),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lmcache_blend.chunks import Chunks
-from lmcache_blend.cutting import Lengths
+from lmcache_blend.described import chunks_of
 from lmcache_blend.messages import (
     Answer,
     BlendRequest,
     FoundMatch,
     ListSpaces,
     MissingChunk,
-    Objects,
     PlanPrompt,
     RegisterRope,
     Space,
@@ -24,13 +22,10 @@ from lmcache_blend.messages import (
     UnregisterRope,
 )
 from lmcache_blend.planning import Planner
-from lmcache_blend.rope import Rope
-from lmcache_blend.space import ChunkSpace
-from lmcache_core import Client, Layout
+from lmcache_core import Client
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import CALL_TIMEOUT_S, FRAME_BYTES_MAX
 from lmcache_core.server.operation import OperationContext, ServerOperation
-from lmcache_core.tokens.namespace import NamespaceOfDigest
 
 OPERATION = "blend"
 SPACES_MAX = 64  # registered: each has some hundred namespaces at most
@@ -80,9 +75,7 @@ class BlendOperation(ServerOperation):
         return self._lookup(chunks, call) if isinstance(call, UnifiedLookup) else self._plan(chunks, call)
 
     def _register(self, call: RegisterRope) -> Answer:
-        chunks = Chunks(
-            self._client, _space_of(call), [_namespace_of(each) for each in call.prefixes], call.prefix_chunk_tokens
-        )
+        chunks = chunks_of(self._client, call)
         with self._lock:
             there = self._spaces.get(call.space)
             if there is None and len(self._spaces) >= SPACES_MAX:
@@ -131,6 +124,10 @@ class BlendOperation(ServerOperation):
 
     def _plan(self, chunks: Chunks, call: PlanPrompt) -> Answer:
         extra = bytes.fromhex(call.extra)
+        if not chunks.prefixes:
+            raise UsageError(
+                f"the space {call.space!r:.80} was registered without prefixes: there is nothing to plan by"
+            )
         with self._lock:
             planner = self._planners.pop((call.space, extra), None)
             if planner is None:
@@ -161,62 +158,5 @@ def _different(there: RegisterRope, other: RegisterRope) -> list[str]:
     return [name for name in names if getattr(there, name) != getattr(other, name)]
 
 
-def _space_of(call: RegisterRope) -> ChunkSpace:
-    rope = Rope(
-        call.rope_theta, call.rope_dimensions, call.rope_interleaved, tuple(call.rope_inv_freq), call.rope_scaling
-    )
-    if any(len(each) != len(call.chunks[0]) for each in call.chunks):
-        raise UsageError("the ranks differ in how many rooms their chunks have")
-    layouts = [_namespace_of(each).layout for each in call.chunks[0]]
-    space = ChunkSpace(
-        call.space,
-        lambda tokens: layouts[min(tokens // call.step_tokens, len(layouts)) - 1],
-        rope,
-        tuple(call.prefix_tokens),
-        Lengths(call.minimum, call.mean, call.maximum),
-        call.step_tokens,
-        kv_ranks=len(call.chunks),
-    )
-    if len(space.rooms) != len(layouts):
-        raise UsageError(
-            f"{len(layouts)} namespaces of chunks, and chunks of up to {call.maximum} tokens in steps of "
-            f"{call.step_tokens} need {len(space.rooms)}"
-        )
-    for rank, own in enumerate(call.chunks):
-        for room, objects in zip(space.rooms, own, strict=True):
-            space.use(room, rank, _namespace_of(objects))
-    return space
-
-
-def _namespace_of(objects: Objects) -> NamespaceOfDigest:
-    return NamespaceOfDigest.of(bytes.fromhex(objects.digest), Layout.from_text(objects.layout))
-
-
 def _hex(keys: Sequence[bytes]) -> list[str]:
     return [key.hex() for key in keys]
-
-
-def registration(chunks: Chunks, name: str, by: str = "") -> RegisterRope:
-    """The call that registers the space of these chunks, for a program that has them. `by`: what it is called, for
-    those who find the name taken; empty: its number as a process."""
-    space = chunks.space
-    return RegisterRope(
-        space=name,
-        by=by or f"process {os.getpid()}",
-        rope_theta=space.rope.theta,
-        rope_dimensions=space.rope.dimensions,
-        rope_inv_freq=list(space.rope.inv_freq),
-        rope_interleaved=space.rope.interleaved,
-        rope_scaling=space.rope.attention_scaling,
-        prefixes=[Objects(each.digest.hex(), each.layout.text) for each in chunks.prefixes],
-        chunks=[
-            [Objects((own := space.namespace(room, rank)).digest.hex(), own.layout.text) for room in space.rooms]
-            for rank in range(space.kv_ranks)
-        ],
-        prefix_tokens=list(space.prefix_tokens),
-        prefix_chunk_tokens=chunks.prefix_chunk_tokens,
-        minimum=space.lengths.minimum,
-        mean=space.lengths.mean,
-        maximum=space.lengths.maximum,
-        step_tokens=space.step_tokens,
-    )

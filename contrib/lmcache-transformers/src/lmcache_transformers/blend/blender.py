@@ -18,6 +18,7 @@ from lmcache_transformers.blend.deviation import look
 from lmcache_transformers.blend.forward import blend_into, compute, compute_chunk
 from lmcache_transformers.blend.support import rope_of
 from lmcache_transformers.chunks import layout_of
+from lmcache_transformers.geometry import config_of
 from lmcache_transformers.room import cache_with_room
 from lmcache_transformers.weights import computed_by
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from lmcache_blend import Chunks, Match
+    from lmcache_blend.described import DescribedChunks
     from lmcache_transformers.geometry import Geometry
     from lmcache_transformers.prefix_cache import PrefixCache
 
@@ -116,6 +118,12 @@ class Blender:
             layers = compute_chunk(self._model, self._geometry, self._head(), part)
             stored += self._chunks.store([missing], [layers]).count(Status.STORED)
         return stored
+
+    def describe(self) -> DescribedChunks:
+        """The chunks that this finds, for another program that stores some."""
+        from lmcache_blend.described import DescribedChunks
+
+        return DescribedChunks.of(self._chunks, config=config_of(self._model), extra=computed_by(self._model))
 
     def blend(self, tokens: Sequence[int], marks: Marks | None, prefix: DynamicCache) -> Blended:
         """Fill `prefix`, which holds the exact beginning of a prompt, with all of its tokens but the last. Where
