@@ -194,8 +194,8 @@ def test_more_than_the_server_takes_is_dropped_and_no_step_waits(
     about, counters, go = DescribedChunks.read(tmp_path / "chunks.json"), Counters(), threading.Event()
     layers = [(torch.zeros(4, HEADS, BLOCK, 2 * SIZE), Backend().write)] * LAYERS
     stores = ChunkStores(client, layers, counters)
-    store = ChunkStores._store
-    monkeypatch.setattr(ChunkStores, "_store", lambda self, *given: (go.wait(20), store(self, *given))[1])
+    store = blend.Chunks.store
+    monkeypatch.setattr(blend.Chunks, "store", lambda self, *given: (go.wait(20), store(self, *given))[1])
     stores.save([ChunkSave(about, [*FRONT, 100 + at], [1]) for at in range(STORES_WAITING_MAX + 3)])
     assert counters.take() == {"save_dropped_chunks": 3}
     go.set()

@@ -25,7 +25,7 @@ STEPS = 6  # of the dtype, for each: rounded in every layer, and not in the same
 
 @contextmanager
 def blending(folder: Path, server: Server, dtype: str, tmp_path: Path) -> Iterator[Any]:
-    """A generator of transformers that blends; its certificate is not the point here."""
+    """A model of transformers, a client, and a generator that blends; its certificate is not the point here."""
     import torch
     import transformers
 
@@ -44,7 +44,8 @@ def blending(folder: Path, server: Server, dtype: str, tmp_path: Path) -> Iterat
     file.write_text(json.dumps({"format": 1, "model": name, "weights": weights, "dtype": dtype, "chains": [row]}))
     how = bridge.Blending(0.25, tuple(HEAD))
     with Client.connect(server.name, runtime_dir=server.runtime_dir) as client:
-        yield bridge.CachedGenerator(model, None, client, reuse="blend", blending=how, certificate=file)
+        options: dict[str, Any] = {"reuse": "blend", "blending": how, "certificate": file}
+        yield model, client, bridge.CachedGenerator(model, None, client, **options)
 
 
 def stored(engine: Engine, *documents: list[int]) -> dict[str, Any]:
@@ -60,21 +61,27 @@ def check(
     """What vLLM stores is what transformers would have computed, within the dtype's step, and is blended."""
     import torch
 
-    from lmcache_transformers.blend.forward import compute_chunk
+    from lmcache_blend.described import DescribedChunks, chunks_of
+    from lmcache_transformers.blend.forward import compute, compute_chunk
+    from lmcache_transformers.geometry import geometry_of
+    from lmcache_transformers.room import cache_with_room
 
-    path = tmp_path / "chunks.json"
-    with blending(folder, server, dtype, tmp_path) as generator:
+    path, step = tmp_path / "chunks.json", torch.finfo(getattr(torch, dtype)).eps
+    with blending(folder, server, dtype, tmp_path) as (model, client, generator):
         generator.describe_chunks(path)
         engine = start(folder, server.settings(chunks=str(path)), dtype=dtype, max_num_batched_tokens=128, **more)
         assert stored(engine, *DOCUMENTS) == {"save_chunks": 3}
-        blender, step = generator._blender, torch.finfo(getattr(torch, dtype)).eps
+        about, geometry = DescribedChunks.read(path), geometry_of(model)
+        chunks, head = chunks_of(client, about.space), cache_with_room(geometry, len(HEAD))
+        compute(model, head, HEAD)
         for document in DOCUMENTS:
-            found = blender._find([*HEAD, *document], [(len(HEAD), len(HEAD) + len(document))], 0)
-            matches, layers = blender._read(list(found.matches))
-            assert [each.tokens for each in matches] == [len(document)]
-            wanted = compute_chunk(generator._model, blender._geometry, blender._head(), document)
-            for got, right in zip(layers, wanted, strict=True):
-                for one, other in zip(got, right, strict=True):
+            mark = (len(HEAD), len(HEAD) + len(document))
+            (match,) = chunks.find([*HEAD, *document], [mark], extra=bytes.fromhex(about.extra)).matches
+            wanted = compute_chunk(model, geometry, head, document)
+            got = [[torch.empty_like(each) for each in layer] for layer in wanted]
+            assert (match.tokens, chunks.read([match], [got])) == (len(document), [True])
+            for layer, right in zip(got, wanted, strict=True):
+                for one, other in zip(layer, right, strict=True):
                     error = (one.float() - other.float()).square().mean() / other.float().square().mean()
                     assert float(error.sqrt()) < STEPS * max(step, 1e-6)
         moved = generator.prompt(HEAD, [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[1]], QUESTION)
@@ -101,8 +108,7 @@ def test_a_marked_request_is_a_chunk_that_transformers_finds_and_blends(
     assert engine.figures()["save_dropped_chunks"] == 2
 
 
-@pytest.mark.slow
-def test_blocks_in_half_precision_are_chunks_too(
+def test_blocks_in_half_precision_which_lie_otherwise_are_chunks_too(
     start: Callable[..., Engine], serve: Callable[..., Server], llama: Path, tmp_path: Path
 ) -> None:
     check(llama, serve(), start, "bfloat16", tmp_path)
@@ -116,27 +122,3 @@ def test_a_trained_models_documents_are_chunks(
     from lmcache_transformers import smollm2
 
     check(smollm2.folder(), serve(), start, dtype, tmp_path, kv_bytes=256 << 20)
-
-
-@pytest.mark.parametrize(("dtype", "block"), [("float32", 16), ("float32", 128), ("bfloat16", 32), ("bfloat16", 16)])
-def test_where_this_processors_backend_puts_values_is_learned(dtype: str, block: int) -> None:
-    import torch
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    from lmcache_core_vllm.chunks import places_of
-
-    kind, heads, size = getattr(torch, dtype), 3, 64
-    isa = _get_attn_isa(kind, block, size)
-
-    def write(keys: Any, values: Any, cache: Any, slots: Any) -> None:
-        halves = cache.view(cache.shape[0], heads, block * 2, -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(
-            keys, values, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-        )
-
-    places = places_of(torch.zeros(heads, block, 2 * size, dtype=kind), write)
-    given = torch.randn(2, block, heads, size).to(kind)
-    cache = torch.zeros(2, heads, block, 2 * size, dtype=kind)
-    write(*given, cache, torch.arange(block, 2 * block))
-    assert torch.equal(cache[1].flatten()[places], given.transpose(1, 2))
