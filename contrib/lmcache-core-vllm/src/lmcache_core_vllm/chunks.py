@@ -160,13 +160,12 @@ class ChunkStores:
         """Count what has ended."""
         for each in [each for each in self._running if each.done()]:
             self._running.remove(each)
-            try:
-                status = each.result()
-            except CacheError as error:
+            error = each.exception()  # whatever it is, no step fails for a chunk
+            if error is not None:
                 self._refused(error)
                 continue
             figure = {Status.STORED: "save_chunks", Status.EXISTS: "save_existing_chunks"}
-            self._counters.add(figure.get(status, "save_dropped_chunks"))
+            self._counters.add(figure.get(each.result(), "save_dropped_chunks"))
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that was read is stored, or given up."""
@@ -181,10 +180,11 @@ class ChunkStores:
         """What has not begun is dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _refused(self, error: CacheError) -> None:
+    def _refused(self, error: BaseException) -> None:
         self._counters.add("save_dropped_chunks")
         if str(error) != self._why:
-            log.warning("a document is not stored as a chunk: %s", error)
+            fault = None if isinstance(error, CacheError) else error
+            log.warning("a document is not stored as a chunk: %s", error, exc_info=fault)
         self._why = str(error)
 
     def _read(self, save: ChunkSave) -> list[tuple[Any, Any]]:
