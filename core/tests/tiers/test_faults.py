@@ -23,12 +23,14 @@ from lmcache_core.limits import (
     SECOND_LOOK_S,
     TIER_ERROR_KEPT_S,
     TIER_LOOKUP_S,
+    WRITE_BACK_PAUSE_S_MAX,
 )
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, StoreItem
 from lmcache_core.tiers.flow.job_states import JobState
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_key
+from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.lanes import Call, Lane
 from lmcache_core.tiers.tier.trouble import Trouble
@@ -745,3 +747,62 @@ def test_a_megabyte_of_error_text_is_cut_where_it_enters(doubles: Doubles, what:
     ]
     loop.until(lambda: any("<error>" in each for each in kept()))
     assert all(len(each) <= 8 * ERROR_CHARS_MAX and each.isprintable() for each in kept())
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["tier.make_room", "tier.stores_allowed", "tier.order.hung", "tier.order.submit", "tier.accounting.reserve",
+     "tier.accounting.fits", "tier.accounting.drops_of", "l1.pin_for_store", "l1.view"],
+)  # fmt: skip
+def test_a_fault_while_a_store_is_given_to_the_lanes_is_counted_and_leaves_nothing(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(64), doubles.tier("mem", adapter), stands=True)
+    loop.idle()
+    (tier,) = loop.tiering.tiers
+    *path, name = place.split(".")
+    part: Any = {"tier": tier, "l1": loop.l1}[path[0]]
+    for each in path[1:]:
+        part = getattr(part, each)
+    work, faults = getattr(part, name), [RuntimeError("a fault of ours, or of a policy")]
+
+    def failing(*args: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return work(*args)
+
+    monkeypatch.setattr(part, name, failing)
+    loop.store(doubles.contents(4))
+    watch = loop.tiering.stored(doubles.namespace, [doubles.key(number) for number in range(4)])
+    loop.until(watch.settled)  # long before the deadline of whoever waits
+    loop.idle()
+    assert not faults
+    status = loop.tiering.status()
+    assert status["faults"] == 1
+    assert (loop.l1.held, loop.l1.shielded, tier.accounting.bytes_reserved) == (0, {}, 0)
+    loop.jump(WRITE_BACK_PAUSE_S_MAX)
+    loop.until(lambda: len(adapter.objects) == 4)  # what is owed is paid after all
+    assert _breaker(loop, 0, "writes") == "closed"
+
+
+def test_faults_that_go_on_stop_the_stores_of_one_tier_and_not_those_of_others(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = doubles.adapter(), doubles.adapter()
+    loop = doubles.loop(doubles.l1(64), doubles.tier("bad", bad), doubles.tier("good", good), stands=True)
+    loop.idle()
+    tier = next(iter(loop.tiering.tiers))
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(tier, "make_room", failing)
+    for number in range(32):
+        loop.store(doubles.contents(1, first=number))
+    loop.until(lambda: len(good.objects) == 32)
+    assert loop.tiering.status()["faults"] == BREAKER_FAILURES
+    assert tier.health.writes.state is BreakerState.OPEN
+    monkeypatch.undo()
+    loop.jump(BREAKER_PAUSE_S)
+    loop.until(lambda: len(bad.objects) >= 32 - BREAKER_FAILURES)

@@ -15,7 +15,7 @@ from itertools import groupby, islice, takewhile
 from typing import Any
 
 from lmcache_core.errors import UsageError
-from lmcache_core.guard import guarded
+from lmcache_core.guard import guarded, on_failure
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy, TierView
 from lmcache_core.pool.layout import Layout
@@ -35,6 +35,7 @@ _UNSHIELD_AT_ONCE = 256
 _FORGET_AT_ONCE = 16
 _UNREACHED_MAX = 1 << 16  # followed to where they are lost; beyond it the oldest is not counted
 _LOOKS_FOR_LOST = 1024
+_FAULT = "a fault of the server while a store was given to its lanes: see the log"
 
 
 class StoreController:
@@ -126,8 +127,8 @@ class StoreController:
             name = names[turn % len(names)]
             if name in self._blocked:
                 continue
+            self._turn = turn % len(names) + 1  # the next tier goes first, also after a fault
             if self._submit_batch(name, self._tiers[name]):
-                self._turn = turn % len(names) + 1  # the next tier goes first
                 return True
             self._blocked.add(name)
         return False
@@ -345,31 +346,44 @@ class StoreController:
             return False
         if self._forget_gone(name, queue):
             return True
-        if tier.order.hung((queue[0].tier_key,)):  # it would hold its slot, and the batch, until it is late itself
-            text = "an earlier call on its key has not returned"
-            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, text)
+        batch = [queue.popleft()]  # from here on it is in a call, lost for this tier, or back in the queue
+        with on_failure(
+            lambda: tier.health.failed(tier.health.stores, StoreCall.what, _FAULT),
+            lambda: self._lost(name, batch, TierReason.TIER_ERROR, _FAULT),
+        ):
+            goes_on = self._submit(name, tier, queue, batch)
+        if goes_on is None:
+            queue.appendleft(batch[0])
+        return bool(goes_on)
+
+    def _submit(self, name: str, tier: Tier, queue: deque[Dirty], batch: list[Dirty]) -> bool | None:
+        """Submit the one in `batch`, and what can go with it. What is lost meanwhile leaves `batch`. False: the lane is
+        full; None: it has to wait in the queue for the end of a call."""
+        (head,) = batch
+        if tier.order.hung((head.tier_key,)):  # it would hold its slot, and the batch, until it is late itself
+            self._lose(name, batch, TierReason.TIER_ERROR, "an earlier call on its key has not returned")
             return True
         # A tier with nothing under way may always have one batch: otherwise a tier that hangs would block it.
-        if self._in_flight.get(name) and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
-            return False
+        if self._in_flight.get(name) and self._in_flight_bytes + head.object.nbytes > self._in_flight_bytes_max:
+            return None
+        if tier.health.stores.waits(tier.clock.now):
+            return None
 
         def no_such_layout(error: BaseException) -> None:
-            logger.error("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id, exc_info=error)
-            text = "it cannot hold this layout"
-            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, text, for_good=True)
+            logger.error("tier %s cannot hold objects of layout %d", name, head.object.layout_id, exc_info=error)
+            self._lose(name, batch, TierReason.TIER_ERROR, "it cannot hold this layout", for_good=True)
 
-        first = guarded(no_such_layout, self._room_for_one, tier, queue[0])
+        first = guarded(no_such_layout, self._room_for_one, tier, head)
         if first is None:
             return True
         layout, nbytes, known = first
-        room = tier.make_room(nbytes, queue[0].object.namespace)
+        room = tier.make_room(nbytes, head.object.namespace)
         if room in (TierReason.NO_ROOM, TierReason.TIER_ERROR):
             self.counts["full"] += 1
-            self._lost(name, [queue.popleft()], room, tier.reclaim.last_error if room is TierReason.TIER_ERROR else "")
+            self._lose(name, batch, room, tier.reclaim.last_error if room is TierReason.TIER_ERROR else "")
             return True
         if room is not None or not tier.stores_allowed():
-            return False
-        batch = [queue.popleft()]
+            return None
         reserved = [nbytes]
         if known and self._answers(name):  # a probe is one object: its slot is held for as long as the tier hangs
             self._take_more(queue, tier, layout, batch, reserved)
@@ -411,38 +425,35 @@ class StoreController:
     def _store(self, name: str, tier: Tier, batch: list[Dirty], reserved: list[int]) -> bool:
         first = batch[0].object
         pinned = self._l1.pin_for_store(first.namespace, [dirty.object.named for dirty in batch])
-        slots = [slot for slot in pinned.slots if slot is not None]
-        positions: Sequence[int] = range(len(batch))
-        going = batch
-        if len(slots) < len(batch):
-            positions = [position for position, slot in enumerate(pinned.slots) if slot is not None]
-            going = [batch[position] for position in positions]
-            reserved = [reserved[position] for position in positions]
-            self._lost(name, [dirty for dirty, slot in zip(batch, pinned.slots, strict=True) if slot is None],
-                       TierReason.EVICTED)  # fmt: skip
-            if not going:
+        positions = [position for position, slot in enumerate(pinned.slots) if slot is not None]
+        with on_failure(lambda: self._l1.finish(pinned.lease, positions)):
+            if len(positions) < len(batch):
+                reserved = [reserved[position] for position in positions]
+                gone = [dirty for dirty, slot in zip(batch, pinned.slots, strict=True) if slot is None]
+                batch[:] = [batch[position] for position in positions]
+                self._lost(name, gone, TierReason.EVICTED)
+            if not batch:
                 tier.health.stores.not_used()
                 return True
-        kind = tier.kind(self._l1.layout(first.layout_id))
-        view, nbytes = self._l1.view, kind.layout.nbytes
-        transfers = [
-            Transfer(
-                dirty.object.key,
-                first.namespace,
-                dirty.epoch,
-                kind,
-                view(slot.offset, nbytes),
-                slot.checksum,
-                suspect=slot.suspect,
-            )
-            for dirty, slot in zip(going, slots, strict=True)
-        ]
-        sent = StoreBatch(self, tier, transfers, reserved, going, pinned.lease, positions, self._observer)
-        refused = sent.begin()
+            kind = tier.kind(self._l1.layout(first.layout_id))
+            transfers = [
+                Transfer(
+                    dirty.object.key,
+                    first.namespace,
+                    dirty.epoch,
+                    kind,
+                    self._l1.view(slot.offset, kind.layout.nbytes),
+                    slot.checksum,
+                    suspect=slot.suspect,
+                )
+                for dirty, slot in zip(batch, filter(None, pinned.slots), strict=True)
+            ]
+            sent = StoreBatch(self, tier, transfers, reserved, batch, pinned.lease, positions, self._observer)
+            refused = sent.begin()
         if refused is not None:
             tier.health.stores.not_used()
             self._l1.finish(pinned.lease, positions)
-            self._lost(name, going, refused)
+            self._lose(name, batch, refused)
             return False
         self._in_flight[name] = self._in_flight.get(name, 0) + 1
         self._in_flight_bytes += sent.nbytes
@@ -480,6 +491,12 @@ class StoreController:
         self._settle(finished)
 
     # --- ends ---------------------------------------------------------------------------------------------
+    def _lose(self, name: str, batch: list[Dirty], reason: TierReason, text: str = "", *, for_good: bool = False) -> None:
+        """As `_lost`, for a batch on its way to a lane: they leave it."""
+        lost = batch.copy()
+        batch.clear()
+        self._lost(name, lost, reason, text, for_good=for_good)
+
     def _lost(
         self,
         name: str,

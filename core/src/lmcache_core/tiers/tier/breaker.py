@@ -43,14 +43,18 @@ class Breaker:
         """Whether it is not closed because of a late call: what runs will hardly return."""
         return self._tripped_late and self.state is not BreakerState.CLOSED
 
+    def waits(self, now: float) -> bool:
+        """Whether no call may start now: it is open, and the pause is not over, or the probe is under way."""
+        is_due = self.state is BreakerState.OPEN and now >= self.probe_at
+        return self.state is not BreakerState.CLOSED and not is_due
+
     def allows(self, now: float) -> bool:
         """Whether a call may start now. When open, after the pause, True once: the call is the probe."""
-        if self.state is BreakerState.CLOSED:
-            return True
-        if self.state is BreakerState.OPEN and now >= self.probe_at:
+        if self.waits(now):
+            return False
+        if self.state is BreakerState.OPEN:
             self.move(BreakerEvent.PROBE)
-            return True
-        return False
+        return True
 
     def succeeded(self) -> None:
         """A call came back, with any ordinary answer."""

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lmcache_core.guard import on_failure
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.transfer import Loaded, NoRoom, Transfer
@@ -222,13 +223,20 @@ class StoreCall(Call):
     def begin(self) -> TierReason | None:
         """A returned reason means that nothing was begun, and nothing follows."""
         medium = self.tier.medium
-        if not medium.order.submit(medium.stores, self, self.keys, KeyAccess.STORE):
-            return self.tier.health.throttled()
         self._drops = self.tier.accounting.drops_of(self.keys)
+        with on_failure(self._not_begun):
+            for drop in self._drops.values():
+                drop.stores += 1
+            self._hold(sum(self.reserved), 0 if self.tier.chain.is_identity else sum(self.reserved))
+            begun = medium.order.submit(medium.stores, self, self.keys, KeyAccess.STORE)  # last: a lane may have it now
+        if not begun:
+            self._not_begun()
+        return None if begun else self.tier.health.throttled()
+
+    def _not_begun(self) -> None:
+        self._hold(0)
         for drop in self._drops.values():
-            drop.stores += 1
-        self._hold(sum(self.reserved), 0 if self.tier.chain.is_identity else sum(self.reserved))
-        return None
+            drop.stores -= 1
 
     def work(self) -> list[Outcome]:
         began_s = time.thread_time()
