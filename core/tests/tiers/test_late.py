@@ -239,10 +239,73 @@ def test_a_drain_waits_for_a_tier_whose_loads_hang_as_long_as_its_stores_return(
         loop.until(lambda had=had: len(adapter.objects) == had + 2 and tier.health.counts["store_done"] == had + 2)
     loop.turn()  # so that the last returns are seen before time passes
     loop.jump(HANGING_TIER_S)
+    loop.turn()
+    assert not loop.tiering.drained, "its stores took nearly as long, and returned"
+    loop.jump(HANGING_TIER_S)
     loop.until(lambda: loop.tiering.drained)
     assert loop.tiering.owed == {"mem": 2}
     assert loop.tiering.given_up == {"mem": tier.health.last_error}
     adapter.release("store")
+    adapter.release("load")
+
+
+def test_a_drain_gives_up_no_slow_tier_whose_stores_return_though_its_loads_hang(doubles: Doubles) -> None:
+    adapter = doubles.adapter()
+    adapter.capabilities = Capabilities(durable=True, batch_keys_max=1)
+    loop = doubles.loop(doubles.l1(64), doubles.tier("mem", adapter, deadline_s=1000.0), stands=True)
+    loop.idle()
+    (tier,) = loop.tiering.tiers
+
+    def return_after(seconds: float) -> None:
+        had, gate = len(adapter.objects), adapter.gates["store"]
+        loop.until(lambda: adapter.calls["store"] == had + 2)
+        loop.jump(seconds)
+        loop.turn()
+        assert not loop.tiering.drained
+        adapter.hang("store")  # the next ones
+        gate.set()
+        loop.until(lambda: len(adapter.objects) == had + 2 and tier.health.counts["store_done"] == had + 2)
+
+    adapter.hang("store")
+    loop.store(doubles.contents(8))
+    return_after(3 * HANGING_TIER_S)
+    adapter.hang("load")  # probes, too
+    tier.health.loads.failed(loop.clock.now, "load not done by its deadline", late=True, at_once=True)
+    loop.tiering.begin_drain()
+    loop.jump(100 * HANGING_TIER_S)  # no store is asked anything meanwhile
+    for _ in range(2):
+        return_after(3 * HANGING_TIER_S)
+    assert loop.tiering.owed == {"mem": 2}
+    adapter.release("store")
+    loop.until(lambda: loop.tiering.drained)
+    assert loop.tiering.owed == {"mem": 0}
+    assert not loop.tiering.given_up
+    adapter.release("load")
+
+
+def test_a_drain_pays_by_stores_though_loads_and_deletes_hang(doubles: Doubles) -> None:
+    adapter = doubles.adapter()
+    adapter.capabilities = Capabilities(durable=True, batch_keys_max=1)
+    loop = doubles.loop(doubles.l1(64), doubles.tier("mem", adapter, deadline_s=1000.0), stands=True)
+    loop.store(doubles.contents(1, first=20))
+    loop.idle()
+    (tier,) = loop.tiering.tiers
+    adapter.hang("delete")
+    tier.remove([tier_key(doubles.key(20), doubles.namespace, 0)])
+    loop.until(lambda: adapter.entered.acquire(blocking=False))
+    adapter.hang("load")
+    adapter.hang("store")
+    loop.store(doubles.contents(2))
+    loop.until(lambda: adapter.calls["store"] == 3)
+    tier.health.loads.failed(loop.clock.now, "load not done by its deadline", late=True, at_once=True)
+    loop.tiering.begin_drain()
+    loop.jump(0.9 * HANGING_TIER_S)
+    adapter.release("store")
+    loop.until(lambda: loop.tiering.owed == {"mem": 0})
+    loop.jump(0.9 * HANGING_TIER_S)
+    loop.turn()
+    assert loop.tiering.drained, "nothing but a delete that hangs is owed"
+    adapter.release("delete")
     adapter.release("load")
 
 

@@ -11,17 +11,20 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lmcache_core.errors import excerpt
 from lmcache_core.guard import guarded
-from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.limits import HANGING_TIER_S, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
 from lmcache_core.threads import started
 from lmcache_core.tiers.tier.background import step_behind
 from lmcache_core.tiers.tier.call_states import CALL_TRANSITIONS, CallEvent, CallState
 
 log = logging.getLogger(__name__)
+
+_SILENCES = 8  # remembered of each lane: more than it has threads, which may return together
 
 
 class Priority(int):
@@ -148,7 +151,8 @@ class Lane:
         self._hung = 0
         self._returns = 0  # calls that have returned, late ones included
         self._returns_seen = 0
-        self.returned_at = -math.inf  # when the loop last saw that one had returned
+        self._quiet_since_s = math.inf  # when the loop last saw that one had returned, or that none was out
+        self._silences_s: deque[float] = deque([0.0], _SILENCES)  # the last ones that ended with a return
         self._sequence = 0
         self._closing = False
         self._stuck_since_s: float | None = None
@@ -185,7 +189,10 @@ class Lane:
     def expire(self, now: float) -> list[Call]:
         """The calls whose deadline has just passed, EXPIRED or LATE; each is reported once."""
         if self._returns_seen != self._returns:
-            self._returns_seen, self.returned_at = self._returns, now
+            self._silences_s.append(now - self._quiet_since_s)
+            self._returns_seen, self._quiet_since_s = self._returns, now
+        elif not self.busy:
+            self._quiet_since_s = now
         if now < self._soonest:
             return []
         return self._expire(now, lambda call: call.deadline <= now)
@@ -246,6 +253,17 @@ class Lane:
     @property
     def hung(self) -> int:
         return self._hung
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is out, or waits for a thread."""
+        return bool(self._queued or self._running)
+
+    def silent(self, since_s: float, now: float) -> bool:
+        """Whether it is busy and nothing has returned since then for as long as a tier that hangs is waited for; of one
+        that was slow lately, and did return, for twice as long as that took."""
+        silence_s = max(HANGING_TIER_S, 2 * max(self._silences_s))
+        return self.busy and now - max(since_s, self._quiet_since_s) >= silence_s
 
     @property
     def stuck(self) -> bool:

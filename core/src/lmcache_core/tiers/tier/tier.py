@@ -292,12 +292,12 @@ class Tier:
 
     @property
     def _is_given_up(self) -> bool:
-        """Whether the server ends without what is under way here: a breaker is open because calls hang, and no call of
-        any kind has returned for a while. Until then what is owed may be stored, though loads hang."""
+        """Whether the server ends without what is under way here: a breaker is open because calls hang, and so do those
+        that pay what is owed. Loads that hang say nothing of stores that take their time and return."""
         if self._hurries_since_s is None or not (self.health.reads.hangs or self.health.writes.hangs):
             return False
-        last_s = max(self._hurries_since_s, *(lane.returned_at for lane in self.lanes))
-        return self.clock.now - last_s >= limits.HANGING_TIER_S
+        paying = [lane for lane in (self.medium.stores, self.medium.removals) if lane.busy]
+        return bool(paying) and all(lane.silent(self._hurries_since_s, self.clock.now) for lane in paying)
 
     @property
     def is_scanned(self) -> bool:
