@@ -16,6 +16,7 @@ from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tie
 from lmcache_core.errors import UsageError
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.object.format import HEADER_BYTES
+from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_hosts.naming import BlockFormat, object_key
 from lmcache_hosts.requests import HostKey, HostObject, LentMemory
 from lmcache_hosts.settings import HostSettings, open_objects
@@ -398,6 +399,31 @@ def test_memory_taken_back_is_not_copied() -> None:
     assert not memory.copy_from(memoryview(b"87654321"))
     with pytest.raises(UsageError, match="gaps"):
         LentMemory(memoryview(bytearray(8))[::2])
+
+
+def test_one_memory_taken_back_fails_its_own_store(objects: TierObjects) -> None:
+    with busy(objects):
+        given_up = objects.store([stored(1)])
+        request = objects.store([stored(number) for number in range(4) if number != 1])
+        given_up.memory[0].take_back()  # as `Request.result` does when its time is over
+    assert request.result() == [True] * 3
+    assert given_up.result() == [False]
+    assert objects.tier.health.counts["store_done"] == 3
+    assert objects.tier.health.stores.state is BreakerState.CLOSED
+    until(lambda: objects.store([stored(1)]).result()[0], "a later store of it")
+
+
+def test_a_probe_whose_memory_was_taken_back_says_nothing_of_the_medium(objects: TierObjects) -> None:
+    breaker = objects.tier.health.stores
+    with busy(objects):
+        given_up = objects.store([stored(1)])
+        given_up.memory[0].take_back()
+        breaker.failed(objects.tier.clock.now, "the medium failed", at_once=True)
+        breaker.came_back(objects.tier.clock.now)
+    assert given_up.result() == [False]
+    until(lambda: breaker.state is not BreakerState.HALF_OPEN, "the probe to end")
+    assert breaker.state is BreakerState.OPEN
+    until(lambda: objects.store([stored(1)]).result()[0], "another probe to close the breaker")
 
 
 def test_what_differs_gets_another_key() -> None:

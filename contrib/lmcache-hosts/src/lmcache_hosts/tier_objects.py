@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, NamedTuple
 
 from lmcache_core.clock import Clock
@@ -525,21 +525,24 @@ class _Store(StoreCall):
         super().__init__(owner.tier, [arrival.transfer for arrival in arrivals], reserved)
         self._owner = owner
         self._arrivals = arrivals
+        self._copied = arrivals  # without those whose hosts had their memory back when a thread was free
 
     def work(self) -> list[Outcome]:
         parts = self._owner.staging(self.batch)
-        for arrival, part in zip(self._arrivals, parts, strict=True):
-            if not arrival.memory.copy_to(part):
-                raise TierError("the host has its memory back: it was not stored in time")
+        copied = [arrival.memory.copy_to(part) for arrival, part in zip(self._arrivals, parts, strict=True)]
+        for arrival in self._arrivals:
             arrival.memory.take_back()
-        self.batch = [each._replace(view=part) for each, part in zip(self.batch, parts, strict=True)]
-        return super().work()
+        staged = [each._replace(view=part) for each, part in zip(self.batch, parts, strict=True)]
+        self.batch, self.keys = list(compress(staged, copied)), list(compress(self.keys, copied))
+        self.reserved, self._copied = list(compress(self.reserved, copied)), list(compress(self._arrivals, copied))
+        return super().work() if self.batch else []
 
     def stored(self, outcomes: Sequence[Outcome]) -> None:
         if self.state is not CallState.EXPIRED and not self.was_late:
-            for arrival, outcome in zip(self._arrivals, outcomes, strict=True):
+            for arrival, outcome in zip(self._copied, outcomes, strict=True):
                 done = outcome.result is Result.DONE
                 self._owner.stored([arrival], "stored" if done else f"store_{outcome.result}")
+            self._owner.stored([arrival for arrival in self._arrivals if arrival not in self._copied], "store_late")
         else:
             self._owner.stored(self._arrivals, "store_late")
 

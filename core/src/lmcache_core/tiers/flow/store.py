@@ -491,7 +491,9 @@ class StoreController:
         self._settle(finished)
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _lose(self, name: str, batch: list[Dirty], reason: TierReason, text: str = "", *, for_good: bool = False) -> None:
+    def _lose(
+        self, name: str, batch: list[Dirty], reason: TierReason, text: str = "", *, for_good: bool = False
+    ) -> None:
         """As `_lost`, for a batch on its way to a lane: they leave it."""
         lost = batch.copy()
         batch.clear()

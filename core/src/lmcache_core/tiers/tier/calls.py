@@ -212,6 +212,7 @@ class StoreCall(Call):
             batch = [each._replace(replaces=key in tier.verdicts) for each, key in zip(batch, self.keys, strict=True)]
         self.batch = batch
         self.reserved = reserved
+        self._namespace = batch[0].namespace
         self._drops: dict[bytes, DroppedObject] = {}  # of its keys, before it began
         self._held_bytes = self._guessed_bytes = 0
         self._used_s = 0.0
@@ -264,7 +265,9 @@ class StoreCall(Call):
         outcomes: Sequence[Outcome] = self.result or [
             Outcome(Result.FAILED, nbytes, error=self.failure) for nbytes in self.reserved
         ]
-        if not health.returned_late(self, health.stores):
+        if not outcomes:
+            health.stores.not_used()  # nothing was left to store when a thread had it
+        elif not health.returned_late(self, health.stores):
             errors = [outcome.error for outcome in outcomes if outcome.result is Result.FAILED]
             health.judge(health.stores, self.what, errors, len(outcomes))
         self._over([key for key, outcome in zip(self.keys, outcomes, strict=True) if outcome.result is Result.DONE])
@@ -288,7 +291,7 @@ class StoreCall(Call):
 
     def _hold(self, nbytes: int, guessed_bytes: int = 0) -> None:
         """Reserve so much room from now on. `guessed_bytes`: of that, for objects that are not encoded yet."""
-        self.tier.accounting.reserve(self.batch[0].namespace, nbytes - self._held_bytes)
+        self.tier.accounting.reserve(self._namespace, nbytes - self._held_bytes)
         self.tier.accounting.bytes_guessed += guessed_bytes - self._guessed_bytes
         self._held_bytes, self._guessed_bytes = nbytes, guessed_bytes
 
