@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from array import array
 
 import pytest
 from lmcache_l0 import SharedCache, TieredCache
@@ -102,6 +103,16 @@ def test_what_makes_no_sense_is_refused(client, l0):
             TieredCache(l0, client, **wrong)
     with pytest.raises(ValueTooLargeError, match="the largest class has 100"):
         TieredCache(l0, client, classes_bytes=(100,)).set("k", bytes(101))
+
+
+def test_values_of_larger_items_are_stored_whole(client, l0):
+    cache = TieredCache(l0, client, classes_bytes=(64, 1024))
+    for key, items in (("small", 20), ("large", 200)):
+        value = array("I", range(items))
+        assert cache.set(key, value) is Status.STORED
+        assert cache.get(key) == value.tobytes()
+    with pytest.raises(ValueTooLargeError, match="a value of 1,028 bytes"):
+        cache.set("larger", array("I", range(257)))
 
 
 def test_without_a_server_everything_misses_and_nothing_is_stored(server, client, l0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from lmcache_core.errors import ProtocolError, UsageError
 from lmcache_core.limits import DIMENSIONS_MAX, OBJECT_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import BUILT_BY_CLIENTS, decode_reply, encode, encode_request
+from lmcache_core.protocol.codec import BUILT_BY_CLIENTS, decode_reply, encode, encode_request, join_keys
 
 from .desk import NAMESPACE, Desk
 from .test_undo import books
@@ -168,3 +169,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 def test_a_client_does_not_send_what_the_server_would_count_as_garbage(request_: m.Message, field: str) -> None:
     with pytest.raises(UsageError, match=f"cannot be sent: .*its {field} is out of range"):
         encode_request(request_)
+
+
+@pytest.mark.parametrize("code", ["H", "Q"])
+def test_keys_of_larger_items_are_counted_in_bytes(code: str) -> None:
+    wide = array(code, bytes(32 * array(code).itemsize))
+    assert len(wide) == 32
+    for buffer in (wide, memoryview(wide), memoryview(wide.tobytes()).cast(code)):
+        with pytest.raises(UsageError, match=f"key 1 has {buffer.itemsize * 32} bytes, not 32"):
+            join_keys([bytes(32), buffer])
+    same = array(code, bytes(range(32)))
+    assert join_keys([same, bytearray(32)]) == bytes(range(32)) + bytes(32)

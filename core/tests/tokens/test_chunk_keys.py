@@ -187,6 +187,12 @@ def test_a_chunk_of_no_tokens_and_a_previous_that_is_no_key_are_refused() -> Non
         chunk_keys([1], NAMESPACE, 0)
     with pytest.raises(UsageError, match="previous has 31 bytes"):
         chunk_keys([1], NAMESPACE, 1, previous=bytes(31))
+    with pytest.raises(UsageError, match="previous has 64 bytes"):
+        chunk_keys([1], NAMESPACE, 1, previous=array("H", bytes(64)))  # of 32 items
+    with pytest.raises(UsageError, match="previous is a list"):
+        chunk_keys([1], NAMESPACE, 1, previous=[0] * 32)
+    (key,) = chunk_keys([1], NAMESPACE, 1, previous=bytes(32))
+    assert chunk_keys([1], NAMESPACE, 1, previous=array("H", bytes(32))) == [key]
 
 
 def test_keys_from_block_hashes_differ_by_hash_and_by_namespace_and_are_no_chunk_keys() -> None:

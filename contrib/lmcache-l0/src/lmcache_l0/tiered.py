@@ -103,6 +103,7 @@ class TieredCache:
         beyond the largest class, and UsageError if L0 was attached read-only, because its older value could not be
         removed.
         """
+        value = memoryview(value).tobytes()  # whatever its items are: from here on its length is its bytes
         fitting = [i for i, size in enumerate(self._classes) if len(value) <= size]
         if not fitting:
             raise ValueTooLargeError(

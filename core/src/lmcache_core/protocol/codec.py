@@ -119,11 +119,12 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
         blob = b"".join(keys)
     except TypeError as error:
         raise UsageError(f"keys must be bytes-like objects of {KEY_BYTES} bytes each: {error}") from None
-    if not {KEY_BYTES}.issuperset(map(len, keys)):
+    if len(blob) != KEY_BYTES * len(keys) or not {KEY_BYTES}.issuperset(map(len, keys)):
         for position, key in enumerate(keys):
-            if len(key) != KEY_BYTES:
+            nbytes = memoryview(key).nbytes  # `len` counts items, which may be larger
+            if nbytes != KEY_BYTES:
                 raise UsageError(
-                    f"key {position} has {len(key)} bytes, not {KEY_BYTES}: "
+                    f"key {position} has {nbytes} bytes, not {KEY_BYTES}: "
                     "derive keys with lmcache_core.tokens, or hash yours with SHA-256"
                 )
     return blob

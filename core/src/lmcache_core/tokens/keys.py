@@ -61,14 +61,7 @@ def chunk_keys(
     """
     if chunk_tokens < 1:
         raise UsageError(f"chunk_tokens must be 1 or more, got {chunk_tokens}")
-    if previous is None:
-        key = namespace.digest
-    elif len(previous) == KEY_BYTES:
-        key = bytes(previous)
-    else:
-        raise UsageError(
-            f"previous has {len(previous)} bytes: pass the key of the previous chunk, of {KEY_BYTES} bytes"
-        )
+    key = namespace.digest if previous is None else _key_of(previous)
     if extra:
         return _keys_with_extra(key, tokens, chunk_tokens, _extra_by_chunk(extra, previous is not None))
     if native is not None:
@@ -77,6 +70,16 @@ def chunk_keys(
         if keys is not None:
             return keys
     return _keys_of_words(key, token_words(tokens), chunk_tokens)
+
+
+def _key_of(previous: bytes) -> bytes:
+    try:
+        key = memoryview(previous).tobytes()
+    except TypeError:
+        raise UsageError(f"previous is a {type(previous).__name__}: pass the key of the previous chunk") from None
+    if len(key) != KEY_BYTES:
+        raise UsageError(f"previous has {len(key)} bytes: pass the key of the previous chunk, of {KEY_BYTES} bytes")
+    return key
 
 
 def _keys_of_words(key: bytes, words: memoryview, chunk_tokens: int) -> list[bytes]:
