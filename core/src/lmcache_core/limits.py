@@ -106,6 +106,7 @@ SESSION_NAME_BYTES_MAX = 128
 CLIENT_ID_BYTES = 16
 WORDS_CHARS_MAX = 1024  # of a name in a message: a model's may be a path
 PID_MAX = (1 << 31) - 1  # Linux ends at 2**22; the worker table has 32 bits
+SIZE_BYTES_MAX = (1 << 63) - 1  # of a setting: an offset in a file, and a number of a message, is no larger
 SECONDS_MAX = 1e9  # of a duration in a message: 31 years, so a sum with a clock stays exact to a microsecond
 
 # --- leases -----------------------------------------------------------------------------------------------

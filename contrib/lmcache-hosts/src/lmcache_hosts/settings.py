@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from lmcache_core import Client
 from lmcache_core.errors import SettingsError
+from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.tiers.opening import build_tier
 from lmcache_core.settings.tier import tier_settings
@@ -50,9 +51,9 @@ class HostSettings(BaseModel):
     model: str = ""
     weights_version: str = ""
     block_format: str = ""
-    lookup_s: float = Field(default=1.0, gt=0)
-    load_s: float = Field(default=5.0, gt=0)
-    store_s: float = Field(default=30.0, gt=0)
+    lookup_s: float = Field(default=1.0, gt=0, le=SECONDS_MAX)
+    load_s: float = Field(default=5.0, gt=0, le=SECONDS_MAX)
+    store_s: float = Field(default=30.0, gt=0, le=SECONDS_MAX)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

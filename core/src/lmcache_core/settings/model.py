@@ -44,7 +44,7 @@ def check_tier_name(name: str) -> None:
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=limits.SECONDS_MAX, allow_inf_nan=False)]
 _SWITCH_WORDS = {
     "true": True,
     "on": True,

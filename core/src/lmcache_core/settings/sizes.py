@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.limits import SIZE_BYTES_MAX
 
 __all__ = [
     "Size",
@@ -31,7 +32,7 @@ def parse_size(value: Any) -> Any:
     return int(number) * unit if "." not in number else int(float(number) * unit)
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_BYTES_MAX)]
 """A setting in bytes, also for plugins' settings models."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.settings.paths import OptionalPath
 from lmcache_core.settings.sizes import Size
 from lmcache_mock.drills.faults import FaultRule
@@ -15,7 +16,7 @@ class MockSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     medium_bytes: Size | None = Field(default=None, description="A store beyond it answers FULL. none: no limit.")
-    latency_s: float = Field(default=0.0, ge=0, description="Latency of every call, without its bytes.")
+    latency_s: float = Field(default=0.0, ge=0, le=SECONDS_MAX, description="Latency of every call, without its bytes.")
     bandwidth_bytes_s: Size | None = Field(
         default=None, gt=0, description="Bytes a second, all calls together. none: as fast as memory."
     )

@@ -35,7 +35,9 @@ class LrukSettings(_Closed):
     capacity_bytes: Capacity | None = Field(
         default=None, description="bytes that bound the history; the store's own when unset"
     )
-    ghost_capacities: float = Field(default=4.0, ge=0, description="bytes of remembered objects, in capacities")
+    ghost_capacities: float = Field(
+        default=4.0, ge=0, le=1000, description="bytes of remembered objects, in capacities"
+    )
     ghost_keys_max: int = Field(default=GHOST_KEYS_MAX, gt=0, description="remembered keys")
 
 

@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.protocol.hostport import HostPort, bare_host
 from lmcache_core.settings.paths import OptionalPath
 
@@ -57,14 +58,15 @@ class RedisSettings(BaseModel):
         description="Begins every key, so that several caches and other users can share a database.",
     )
     ttl_s: float | None = Field(
-        default=None, gt=0, description="Objects expire this long after they were stored. None: never."
+        default=None, gt=0, le=SECONDS_MAX, description="Objects expire this long after they were stored. None: never."
     )
     connect_timeout_s: float = Field(
-        default=2.0, gt=0, description="Time-out of a connection; a call's own deadline may be earlier."
+        default=2.0, gt=0, le=SECONDS_MAX, description="Time-out of a connection; a call's own deadline may be earlier."
     )
     failover_wait_s: float = Field(
         default=8.0,
         ge=0,
+        le=SECONDS_MAX,
         description="Stores and loads wait this long, within their deadline, for a cluster or Sentinel to name a new "
         "primary. Lookups do not wait.",
     )
