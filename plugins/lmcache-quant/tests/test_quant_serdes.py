@@ -160,6 +160,19 @@ def test_an_object_with_a_value_that_no_step_can_hold_is_kept_as_it_is(name: str
 
 
 @pytest.mark.parametrize("name", sorted(SERDES))
+def test_the_largest_halves_stay_finite(name: str) -> None:
+    layout = Layout("float16", (2, 3, 11), "KTD")  # whole vectors, and what is left
+    for isa in _native.isas():
+        serde = made(name, isa=isa)
+        for top in np.arange(64000, 65505, 32):
+            for low in (-65504.0, -float(top), 0.0, float(top)):
+                values = np.full(layout.shape, float(top))
+                values[:, :, ::2] = low
+                back = loaded(decoded(serde, encoded(serde, stored(values, "float16"), layout), layout), layout)
+                assert np.isfinite(back).all(), (top, low)
+
+
+@pytest.mark.parametrize("name", sorted(SERDES))
 def test_a_large_channel_of_keys_costs_its_neighbours_nothing(name: str) -> None:
     layout = Layout("float32", (2, 64, 1, 32), "KTHD")
     values = np.random.default_rng(3).standard_normal(layout.shape)

@@ -255,8 +255,13 @@ INLINE void restore(int dtype, int nibbles, size_t each, const uint8_t *codes, s
         from_int4(KIND(dtype), codes, n, each, offset, scale, to);
     else
         from_int8(KIND(dtype), codes, n, each, scale, to);
-    if (dtype == QUANT_F16)
-        HALVES_OF_FLOATS(floats, n, row);
+    if (dtype != QUANT_F16)
+        return;
+    for (size_t d = 0; d < n; d++) { /* a step that was rounded up may lead beyond the largest half */
+        float most = floats[d] > HALF_MOST ? HALF_MOST : floats[d];
+        floats[d] = most < -HALF_MOST ? -HALF_MOST : most;
+    }
+    HALVES_OF_FLOATS(floats, n, row);
 }
 
 /* One unit: `rows` tokens, `stride` bytes apart, of `width` channels in heads of `dim`. Grids are for channels, or for
