@@ -248,7 +248,15 @@ INLINE void quantise(int dtype, int nibbles, size_t each, const uint8_t *row, si
         to_int8(KIND(dtype), from, n, each, inverse, codes);
 }
 
-INLINE void restore(int dtype, int nibbles, size_t each, const uint8_t *codes, size_t n, float *floats,
+/* Whether a grid reaches beyond the largest half: its step may have been rounded up. */
+INLINE int reaches_beyond(int nibbles, size_t n, const float *restrict offset, const float *restrict scale) {
+    int32_t beyond = 0;
+    for (size_t i = 0; i < n; i++)
+        beyond |= scale[i] * (nibbles ? 15.0f : 128.0f) + (nibbles ? offset[i] : 0.0f) > HALF_MOST;
+    return beyond;
+}
+
+INLINE void restore(int dtype, int nibbles, int beyond, size_t each, const uint8_t *codes, size_t n, float *floats,
                     const float *offset, const float *scale, uint8_t *row) {
     uint8_t *to = dtype == QUANT_F16 ? (uint8_t *)floats : row;
     if (nibbles)
@@ -257,7 +265,7 @@ INLINE void restore(int dtype, int nibbles, size_t each, const uint8_t *codes, s
         from_int8(KIND(dtype), codes, n, each, scale, to);
     if (dtype != QUANT_F16)
         return;
-    for (size_t d = 0; d < n; d++) { /* a step that was rounded up may lead beyond the largest half */
+    for (size_t d = 0; beyond && d < n; d++) {
         float most = floats[d] > HALF_MOST ? HALF_MOST : floats[d];
         floats[d] = most < -HALF_MOST ? -HALF_MOST : most;
     }
@@ -290,9 +298,10 @@ INLINE void decode_unit(int dtype, int nibbles, int keys, const uint8_t *grid, c
     FLOATS_OF_HALVES(grid, grids, scale);
     if (nibbles)
         FLOATS_OF_HALVES(grid + 2 * grids, grids, offset);
+    const int beyond = dtype == QUANT_F16 && reaches_beyond(nibbles, grids, offset, scale);
     for (size_t r = 0; r < rows; r++) {
         for (size_t at = 0, g = keys ? 0 : r * heads; at < width; at += run, g++, codes += run_bytes)
-            restore(dtype, nibbles, (size_t)keys, codes, run, floats, offset + g, scale + g,
+            restore(dtype, nibbles, beyond, (size_t)keys, codes, run, floats, offset + g, scale + g,
                     out + r * stride + at * itemsize);
     }
 }
