@@ -94,6 +94,7 @@ class WearAwareSettings(_Closed):
     writes_per_hit_max: float = Field(
         default=4.0,
         ge=0,
+        le=1e6,
         description="bytes that may be written for each byte that a tier returns; 0: only what was asked for twice",
     )
     remembered_keys_max: int = Field(default=GHOST_KEYS_MAX, gt=0, description="keys that are remembered")
