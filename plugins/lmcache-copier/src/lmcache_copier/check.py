@@ -54,7 +54,8 @@ def why_unreachable(pid: int, uid: int, error: OSError) -> str:
             )
         return (
             f"the copier (uid {os.geteuid()}) may not read the memory of pid {pid} (uid {uid}): run both as one user, "
-            "in one user namespace and with no more capabilities in the engine than in the server, give the server "
+            "in one user namespace, with no more capabilities in the engine than in the server and with an engine that "
+            "is dumpable (prctl PR_SET_DUMPABLE; setuid and file capabilities end that), give the server "
             f"CAP_SYS_PTRACE, {BY_DESCRIPTOR}"
         )
     if error.errno == errno.ENOSYS:
