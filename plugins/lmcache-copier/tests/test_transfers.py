@@ -177,6 +177,48 @@ def test_hundreds_of_registrations_stay_apart(shared_node: Node) -> None:
         pages.close()
 
 
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 20_000), st.sampled_from([8, 100, 4096, 5000]), st.integers(0, 600)),
+        min_size=2,
+        max_size=6,
+    ),
+    seed=st.integers(0, 1 << 32),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_registrations_that_overlap_each_store_and_write_their_own_bytes(
+    shared_node: Node, spans: list[tuple[int, int, int]], seed: int
+) -> None:
+    """Each a registration of its own over one piece of memory, with any start, stride and length of pages."""
+    source, target = bytearray(random.Random(seed).randbytes(64_000)), bytearray(64_000)
+    ids = array("q", [3, 1, 0, 2])
+    made = []
+    for number, (first, nbytes, gap) in enumerate(spans):
+        layout, places = Layout("uint8", (2 * nbytes,)), (first, nbytes, nbytes + gap, 4)
+        space, names = Namespace(f"overlap {number} {first} {nbytes}", layout), fresh_keys(2)
+        out, into = (
+            register_pages(shared_node.client, [PageGroup(space, [Region(each, *places)], 2)], "server")
+            for each in (source, target)
+        )
+        made.append(
+            (
+                names,
+                out,
+                into,
+                [slice(first + page * (nbytes + gap), first + page * (nbytes + gap) + nbytes) for page in range(4)],
+            )
+        )
+    for names, out, _, _ in made:
+        assert out.store([(0, names, ids)]).stored == 2
+    for names, _, into, pieces in made:
+        target[:] = b"\xa5" * len(target)
+        wanted = bytearray(target)
+        for piece in pieces:
+            wanted[piece] = source[piece]
+        assert into.retrieve([(0, names, ids)]).hits == 2
+        assert target == wanted
+
+
 def test_a_promise_is_redeemed_by_the_copier(shared_node: Node) -> None:
     source, names = memory(2 * PAGES * 4096), fresh_keys(3)
     group = group_of(source, 4096)

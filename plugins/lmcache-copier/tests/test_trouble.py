@@ -305,6 +305,59 @@ sys.stdin.read()
 """
 
 
+UNMAPPED = ENGINE.replace(
+    'job = pages.store_start([(0, [bytes([n]) * 32 for n in (1, 2)], array("q", range(4)))], reads=False)',
+    """
+import ctypes, os
+writes, ends = sys.argv[1:]
+entries = [(0, [bytes([n]) * 32 for n in (1, 2)], array("q", range(4)))]
+job = pages.retrieve_start(entries) if writes == "retrieve" else pages.store_start(entries, reads=False)
+""",
+).replace(
+    "sys.stdin.read()",
+    """
+libc, where = ctypes.CDLL(None), (ctypes.c_void_p(slow.address), ctypes.c_size_t(8 * PAGE))
+assert (libc.munmap(*where) if ends == "munmap" else libc.madvise(*where, 4)) == 0
+slow.close()  # whoever waits for these pages looks again
+job.wait()
+print(*job.result.statuses[0], *sorted(job.result.untrusted[0]), job.fault, sep=",", flush=True)
+os._exit(0)
+""",
+)
+
+
+@pytest.mark.parametrize("ends", ["munmap", "madvise"])
+@pytest.mark.parametrize("way", ["store", "retrieve"])
+def test_memory_that_an_engine_takes_away_in_a_copy_fails_that_job_and_nothing_else(
+    node: Node, way: str, ends: str
+) -> None:
+    """Unmapped: EFAULT. Given back by madvise it is zeros, which is then what that memory holds."""
+    names = [bytes([1]) * 32, bytes([2]) * 32]
+    if way == "retrieve":
+        stored(registered(node, one_group(bytearray(b"\x09" * 8 * PAGE))), names)
+    run = {"here": str(Path(__file__).parent), "name": node.client.links.target.name, "run": str(node.folder / "run")}
+    command = [sys.executable, "-c", UNMAPPED.format(**run), way, ends]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if not done.stdout.startswith("inside"):
+        pytest.skip("this kernel gives us no userfaultfd")
+    assert done.returncode == 0, done.stderr
+    statuses, fault = done.stdout.splitlines()[1].split(",")[:-1], done.stdout.splitlines()[1].split(",")[-1]
+    pid = node.pid
+    target = bytearray(8 * PAGE)
+    found = node.client.register_pages([one_group(target)]).retrieve([(0, names, IDS)], verify="always")
+    if ends == "munmap":
+        assert statuses == ["aborted"] * 2 + (["0", "1", "2", "3"] if way == "retrieve" else [])
+        assert "register memory that is there" in fault
+        assert found.hits == (2 if way == "retrieve" else 0)
+    else:
+        assert (statuses, fault) == ([{"store": "stored", "retrieve": "hit"}[way]] * 2, "")
+        assert found.hits == 2
+        assert target[: 4 * PAGE] == (b"\x09" if way == "retrieve" else b"\x00") * 4 * PAGE
+    until(lambda: free_slots(node), "the slots are free")
+    assert (node.pid, node.helper["restarts"]) == (pid, 0)
+    stored(registered(node, one_group(bytearray(8 * PAGE))), keys(2, 50))
+
+
 def test_an_engine_that_dies_in_a_copy_costs_a_failed_job(node: Node) -> None:
     script = ENGINE.format(
         here=str(Path(__file__).parent), name=node.client.links.target.name, run=str(node.folder / "run")
@@ -464,6 +517,82 @@ def test_memory_of_another_process_is_refused(node: Node) -> None:
     for at in (address_of(memoryview(bytearray(64))), 8):
         with pytest.raises(UsageError, match=f"memory of pid {os.getpid()}"):
             link.call(lambda rid, at=at: m.RegisterMemory(rid, at, b"x" * 16, [piece], []), (m.MemoryRegistered,))
+
+
+TWO = """
+import ctypes, sys
+from array import array
+from lmcache_copier import messages as m
+from lmcache_copier.pages import ServerPages, access_of
+from lmcache_core import Client, Layout, Namespace, PageGroup, Region, Status
+letter, ours, theirs = sys.argv[1].encode(), int(sys.argv[2]), int(sys.argv[3])
+both, nbytes, libc = 0x7E0000000000, 8 * 4096, ctypes.CDLL(None)
+number, word = ctypes.c_int, ctypes.c_size_t
+libc.mmap.restype, libc.mmap.argtypes = word, [word, word, number, number, number, word]
+for at in (both, both + (ours << 30)):
+    assert libc.mmap(at, nbytes, 3, 0x100022, -1, 0) == at  # private, anonymous, and nowhere else
+    ctypes.memset(at, letter[0], nbytes)
+client = Client.connect({name!r}, runtime_dir={run!r})
+def pages_at(at):
+    buffer = (ctypes.c_char * nbytes).from_address(at)
+    group = PageGroup(Namespace("two", Layout("uint8", (4096,))), [Region(buffer, 0, 4096, 4096, 8)], 1)
+    return ServerPages(client, client.register_pages([group]))
+pages = pages_at(both)
+link, _ = pages.registration()
+# Past our own checks, which see that it is not there.
+mark = access_of(client).mark
+space = Namespace("two", Layout("uint8", (4096,)))
+piece = m.MemoryPiece(both + (theirs << 30), nbytes, -1, False)
+group = m.GroupOf(space.id, "uint8", [4096], space.layout.memory_format, [m.RegionOf(0, 0, 4096, 4096, 8)], 1)
+registered = (m.MemoryRegistered,)
+number = link.call(lambda rid: m.RegisterMemory(rid, mark.at, mark.value, [piece], [group]), registered).registration
+print("registered", flush=True)
+sys.stdin.readline()
+key, ended = letter * 32, (m.JobFinished,)
+print(*pages.store([(0, [key], [0])]).statuses[0], flush=True)
+entry = m.JobEntry(0, b"f" + key[1:], array("q", [0]).tobytes())
+done = link.call(lambda rid: m.StorePages(rid, number, [entry], None, False), ended)
+print(tuple(Status)[done.statuses[0][0]], done.fault, flush=True)
+entry = m.JobEntry(0, key, array("q", [1]).tobytes())
+done = link.call(lambda rid: m.RetrievePages(rid, number, [entry], None, 0), ended)
+print(tuple(Status)[done.statuses[0][0]], *array("q", done.untrusted[0]), flush=True)
+own = ctypes.string_at(both, nbytes) + ctypes.string_at(both + (ours << 30), nbytes)
+print("own" if own == letter * len(own) else "foreign", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_engines_that_register_each_others_addresses_reach_their_own_memory_only(node: Node) -> None:
+    """One address is memory of both. One that only the other has is nobody's for this engine."""
+    script = TWO.format(name=node.client.links.target.name, run=str(node.folder / "run"))
+    engines = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for words in (("a", "1", "2"), ("b", "2", "1"))
+    ]
+
+    def heard(engine: subprocess.Popen[str]) -> str:
+        assert engine.stdout is not None
+        return engine.stdout.readline().strip()
+
+    assert [heard(each) for each in engines] == ["registered"] * 2
+    for engine in engines:
+        assert engine.stdin is not None
+        engine.stdin.write("go\n")
+        engine.stdin.flush()
+    for letter, engine in zip((b"a", b"b"), engines, strict=True):
+        with engine:
+            assert heard(engine) == "stored"
+            status, fault = heard(engine).split(maxsplit=1)
+            assert status == "aborted"
+            assert "register memory that is there" in fault
+            assert heard(engine) == "aborted 1"
+            assert heard(engine) == "own"
+            into = [bytearray(4096)]
+            space = Namespace("two", Layout("uint8", (4096,)))
+            assert node.client.retrieve([letter * 32], into, namespace=space).hits == 1
+            assert into[0] == letter * 4096
 
 
 def test_a_forked_child_does_not_speak_for_its_parent(node: Node) -> None:
