@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 from array import array
@@ -32,8 +33,9 @@ PAGES = PER_OBJECT * OBJECTS
 IDS = array("q", [5, 0, 3, 1, 2, 4])
 POOL_BYTES = 48 << 20
 NAMESPACE = Namespace("stepped", Layout("uint8", (OBJECT_BYTES,)))
+CANCEL = "cancel\n"
+_LOOK_S = 0.01
 AFTER_STORE, BEFORE_LOAD, AFTER_LOAD = b"\xee", b"\xa5", b"\x5a"
-MAY_FAIL = frozenset(Status) - {Status.HIT, Status.STORED, Status.EXISTS}
 
 
 def keys_of(number: int) -> list[bytes]:
@@ -55,8 +57,10 @@ def group_on(buffer: Any) -> PageGroup:
 class Engine:
     """Stores and loads, and looks at its memory before and after."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, questions: int) -> None:
+        """`questions`: where a test asks for operations, and for the end of the one under way."""
         self._client = client
+        self._questions = questions
         self.source, self.target = (bytearray(REGIONS * PAGES * PAGE_BYTES) for _ in range(2))
         self._out, self._into, self._extra = (self._pages(each) for each in (self.source, self.target, self.source))
         self.faults: list[str] = []
@@ -104,13 +108,12 @@ class Engine:
         return " ".join(result.statuses[0])
 
     def cancel_store(self, number: int, deadline_s: float | None) -> str:
-        """The same, and cancels at once."""
+        """The same, and cancels when asked to."""
         self._fill(keys_of(number))
         job = self._out.store_start([(0, keys_of(number), IDS)], deadline_s=deadline_s, reads=False)
-        job.cancel()
+        result = self._ended(job)
         self.source[:] = AFTER_STORE * len(self.source)
-        assert job.result is not None
-        return " ".join(job.result.statuses[0])
+        return " ".join(result.statuses[0])
 
     def retrieve(self, number: int, deadline_s: float | None) -> str:
         """What is stored under the keys of that number."""
@@ -118,11 +121,18 @@ class Engine:
         return self._loaded(number, self._into.retrieve([(0, keys_of(number), IDS)], deadline_s=deadline_s))
 
     def cancel_retrieve(self, number: int, deadline_s: float | None) -> str:
-        """The same, and cancels at once."""
+        """The same, and cancels when asked to."""
         self._give_target(BEFORE_LOAD)
-        job = self._into.retrieve_start([(0, keys_of(number), IDS)], deadline_s=deadline_s)
-        job.cancel()
-        return self._loaded(number, job.result)
+        return self._loaded(
+            number, self._ended(self._into.retrieve_start([(0, keys_of(number), IDS)], deadline_s=deadline_s))
+        )
+
+    def _ended(self, job: Any) -> Any:
+        while not job.wait(_LOOK_S):
+            if select.select([self._questions], [], [], 0)[0]:
+                assert os.read(self._questions, 4096).decode() == CANCEL
+                job.cancel()
+        return job.result
 
     def _fill(self, names: list[bytes]) -> None:
         for at, name in enumerate(names):
@@ -170,10 +180,12 @@ def serve(name: str, run: Path) -> None:
 
 def engine(name: str, run: Path, hears: str, says: str) -> None:
     """Until nobody asks any more."""
-    made = Engine(Client.connect(name, runtime_dir=run, client_name="engine"))
-    with open(hears) as questions, open(says, "w") as answers:
-        for line in questions:
-            print(made.answer(line), file=answers, flush=True)
+    questions, answers = os.open(hears, os.O_RDONLY), os.open(says, os.O_WRONLY)
+    made = Engine(Client.connect(name, runtime_dir=run, client_name="engine"), questions)
+    while lines := os.read(questions, 4096):
+        line = lines.decode().removeprefix(CANCEL)  # of a job that had ended
+        if line:
+            os.write(answers, made.answer(line).encode())
 
 
 def main() -> None:
