@@ -21,13 +21,21 @@ from hypothesis import strategies as st
 from lmcache_copier import check, register_pages
 from lmcache_copier import messages as m
 from lmcache_copier.channel import Incoming, send
-from lmcache_copier.limits import MEASURED_BYTES_MAX, ROWS_MAX_EACH, ROWS_MAX_TOTAL
+from lmcache_copier.limits import (
+    DESCRIPTORS_MAX,
+    ENTRIES_MAX,
+    FILES_MAX_EACH,
+    FILES_MAX_TOTAL,
+    MEASURED_BYTES_MAX,
+    ROWS_MAX_EACH,
+    ROWS_MAX_TOTAL,
+)
 from lmcache_copier.link import Mark
 from lmcache_copier.pages import ServerPages
 from lmcache_copier.settings import CopierSettings
 from lmcache_core import Status, limits
 from lmcache_core.buffers import address_of
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import LimitError, UsageError
 from lmcache_testing.waiting import until
 
 from .copier_nodes import Node, group_of, keys
@@ -75,6 +83,10 @@ class Stranger:
 
     def ask(self, message: msgspec.Struct) -> m.CopierReply | None:
         send(self.sock, message)
+        return self.heard()
+
+    def heard(self) -> m.CopierReply | None:
+        """The same, and remembers what is registered."""
         reply = self.hear()
         if isinstance(reply, m.MemoryRegistered):
             self._numbers.append(reply.registration)
@@ -274,6 +286,59 @@ def test_what_engines_take_of_the_copiers_memory_is_bounded_each_and_together_an
             return isinstance(again.ask(registration(groups=[large])), m.MemoryRegistered)
 
     until(allowed, "what the others had")
+
+
+def test_files_that_engines_have_mapped_are_bounded_each_and_together_and_given_back(shared_node: Node) -> None:
+    until(lambda: shared_node.figures.get("engines", 0) <= 1, "others to have gone")
+    descriptors = Path(f"/proc/{shared_node.pid}/fd")
+    before = len(list(descriptors.iterdir()))
+    memory = [os.memfd_create("engine") for _ in range(DESCRIPTORS_MAX)]
+    pieces = [m.MemoryPiece(0, 4096, number, False) for number in range(DESCRIPTORS_MAX)]
+    regions = [m.RegionOf(number, 0, 64, 64, 8) for number in range(DESCRIPTORS_MAX)]
+    group = m.GroupOf(7, "uint8", [64 * DESCRIPTORS_MAX], "", regions, 1)
+    with ExitStack() as stack:
+        for fd in memory:
+            stack.callback(os.close, fd)
+            os.truncate(fd, 4096)
+
+        def ask(stranger: Stranger) -> m.CopierReply | None:
+            send(stranger.sock, registration(pieces=pieces, groups=[group], files=DESCRIPTORS_MAX), memory)
+            return stranger.heard()
+
+        with Stranger(shared_node) as stranger:
+            for _ in range(3):  # they are free again each time
+                for _ in range(FILES_MAX_EACH // DESCRIPTORS_MAX):
+                    assert isinstance(ask(stranger), m.MemoryRegistered)
+                refused = ask(stranger)
+                assert isinstance(refused, m.CopierRefused)
+                assert f"files, and this engine has {FILES_MAX_EACH} already" in refused.message
+                assert len(list(descriptors.iterdir())) >= before + FILES_MAX_EACH
+                stranger.forget()
+        with ExitStack() as others:
+            count = FILES_MAX_TOTAL // FILES_MAX_EACH + 1
+            strangers = [others.enter_context(Stranger(shared_node)) for _ in range(count)]
+            replies = [ask(each) for each in strangers for _ in range(FILES_MAX_EACH // DESCRIPTORS_MAX)]
+            refusals = [each.message for each in replies if isinstance(each, m.CopierRefused)]
+            assert len(refusals) == FILES_MAX_EACH // DESCRIPTORS_MAX
+            assert all("all engines have" in each for each in refusals)
+    until(lambda: len(list(descriptors.iterdir())) <= before + 1, "the copier closes what they had")
+
+
+def test_regions_and_entries_beyond_their_limits_are_refused(shared_node: Node) -> None:
+    """However small they are on the wire."""
+    pid, region = shared_node.pid, m.RegionOf(0, 0, 4096, 4096, 8)
+    group = m.GroupOf(7, "uint8", [2 * 4096 * 8192], "", [region] * 8192, 2)
+    with Stranger(shared_node) as stranger:
+        reply = stranger.ask(registration(groups=[group, group]))
+        assert isinstance(reply, m.CopierRefused)
+        assert "16,384 regions" in reply.message
+        assert isinstance(stranger.ask(registration()), m.MemoryRegistered)
+        send(stranger.sock, m.StorePages(2, 1, [m.JobEntry(0, b"", b"")] * (ENTRIES_MAX + 1), None, False))
+        assert stranger.hear() is None
+    pages = register_pages(shared_node.client, [group_of(MEMORY, 64)], "server")
+    with pytest.raises(LimitError, match="split the batch"):
+        pages.store([(0, [], [])] * (ENTRIES_MAX + 1))
+    assert shared_node.pid == pid
 
 
 def test_a_measurement_of_more_than_is_worth_it_is_refused(shared_node: Node) -> None:

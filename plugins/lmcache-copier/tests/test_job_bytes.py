@@ -11,11 +11,10 @@ from array import array
 import pytest
 
 from lmcache_copier import messages as m
-from lmcache_copier.budget import Budget
+from lmcache_copier.budget import Budget, Budgets, Share
 from lmcache_copier.channel import Incoming, send
 from lmcache_copier.copying import CopyThreads
 from lmcache_copier.engine import Engine, EngineJob
-from lmcache_copier.limits import ROWS_MAX_EACH, ROWS_MAX_TOTAL
 from lmcache_copier.link import Mark
 from lmcache_core import Layout
 from lmcache_core.buffers import address_of
@@ -29,8 +28,8 @@ def test_a_cancelled_job_counts_until_its_thread_has_dropped_it() -> None:
     ours, theirs = socket.socketpair()
     waiting: queue.SimpleQueue[EngineJob] = queue.SimpleQueue()
     jobs = Budget("bytes", 10 * KEYS * 40, 4 * KEYS * 40)
-    rows = Budget("rows", ROWS_MAX_TOTAL, ROWS_MAX_EACH)
-    engine = Engine(theirs, None, waiting.put, CopyThreads(0), lambda *_: None, rows, jobs)  # type: ignore[arg-type]
+    shares = Budgets().shares()._replace(job_bytes=Share(jobs))
+    engine = Engine(theirs, None, waiting.put, CopyThreads(0), lambda *_: None, shares)  # type: ignore[arg-type]
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     incoming = Incoming(ours, m.CopierReply)

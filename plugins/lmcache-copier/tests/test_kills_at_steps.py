@@ -2,9 +2,9 @@
 unregistering: in engine, copier or server, of engine, copier or server.
 
 A library between each process and libc (steps.c) stops one thread before it sends or copies, and after it has received
-or copied. There the test has the job cancelled if that is the case, kills or stops a process, lets the thread go on, and
-looks: the engine is answered, every byte that anybody reads says whose it is, nothing writes to pages of a load that is
-over, and no slot or lease is left.
+or copied. There the test has the job cancelled if that is the case, kills or stops a process, lets the thread go on,
+and looks: the engine is answered, every byte that anybody reads says whose it is, nothing writes to pages of a load
+that is over, and no slot or lease is left.
 
 A sample by default; LMCACHE_COPIER_KILLS=all is every step (a quarter of an hour), a number so many at random.
 """

@@ -244,6 +244,48 @@ def test_an_interrupt_while_an_answer_is_read_does_not_lose_it(node: Node, monke
     until(lambda: pages.store([(0, keys(2), IDS)]).stored == 2, "it stores again")
 
 
+@pytest.mark.parametrize("way", ["store", "retrieve"])
+def test_an_interrupted_wait_leaves_no_job(node: Node, slow: SlowPages, way: str) -> None:
+    """By a real signal, while the copier is in a copy."""
+    stored(registered(node, one_group(bytearray(b"\x09" * 8 * PAGE))), keys(2))
+    pages = registered(node, one_group(slow.buffer))
+
+    def interrupt() -> None:
+        slow.wait_touched()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        slow.give(0, 8, b"abcd")
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(pages, way)([(0, keys(2, 10 if way == "store" else 0), IDS)])
+    helper.join()
+    target = bytes(slow.buffer)
+    until(lambda: free_slots(node) and node.l1["leases_by_kind"]["read"] == 0, "no lease is left")
+    assert bytes(slow.buffer) == target
+    stored(pages, keys(2, 20))
+    assert node.helper["restarts"] == 0
+
+
+def test_an_interrupted_registration_is_undone(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number comes when nobody waits for it any more."""
+    pages = ServerPages(node.client, node.client.register_pages([one_group(bytearray(8 * PAGE))]))
+    link, real = access_of(node.client).link(), link_module.CopierLink.wait
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(link_module.CopierLink, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pages.registration()
+    assert real is link_module.CopierLink.wait
+    assert pages.registration() == (link, 2)
+    with pytest.raises(UsageError, match="no memory is registered under 1"):
+        link.call(lambda rid: messages.UnregisterMemory(rid, 1), (messages.CopierDone,))
+    stored(pages, keys(2))
+
+
 def test_slots_of_a_stopped_copier_stay_in_quarantine_until_it_is_dead(
     start: Callable[..., Node], slow: SlowPages
 ) -> None:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from typing import NamedTuple
 
+from lmcache_copier.limits import (
+    FILES_MAX_EACH,
+    FILES_MAX_TOTAL,
+    JOB_BYTES_MAX_EACH,
+    JOB_BYTES_MAX_TOTAL,
+    ROWS_MAX_EACH,
+    ROWS_MAX_TOTAL,
+)
 from lmcache_core.errors import LimitError
 
 
@@ -54,3 +64,42 @@ class Share:
     def free(self, amount: int) -> None:
         """Of what was taken."""
         self._budget.free(self, amount)
+
+
+class Shares(NamedTuple):
+    """One engine's parts."""
+
+    rows: Share
+    files: Share
+    job_bytes: Share
+
+
+class Budgets:
+    """All that engines share."""
+
+    def __init__(self) -> None:
+        self._rows = Budget("pages, or parts of large ones, of objects", ROWS_MAX_TOTAL, ROWS_MAX_EACH)
+        self._files = Budget("files", FILES_MAX_TOTAL, FILES_MAX_EACH)
+        self._job_bytes = Budget("bytes of jobs", JOB_BYTES_MAX_TOTAL, JOB_BYTES_MAX_EACH)
+
+    def shares(self) -> Shares:
+        """Of another engine."""
+        return Shares(Share(self._rows), Share(self._files), Share(self._job_bytes))
+
+
+class Charges:
+    """What one thing of an engine's has taken of its shares: it is given back together, and once."""
+
+    def __init__(self) -> None:
+        self._taken: deque[tuple[Share, int]] = deque()
+
+    def take(self, share: Share, amount: int) -> None:
+        """Raises `LimitError`."""
+        share.take(amount)
+        self._taken.append((share, amount))
+
+    def free(self) -> None:
+        """All of it."""
+        while self._taken:
+            share, amount = self._taken.pop()
+            share.free(amount)

@@ -12,17 +12,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from lmcache_copier.budget import Budget
+from lmcache_copier.budget import Budgets
 from lmcache_copier.copying import CopyThreads
 from lmcache_copier.engine import Engine, EngineJob
 from lmcache_copier.limits import (
     ENGINES_MAX,
-    JOB_BYTES_MAX_EACH,
-    JOB_BYTES_MAX_TOTAL,
     JOB_THREADS,
     JOBS_WAITING_MAX,
-    ROWS_MAX_EACH,
-    ROWS_MAX_TOTAL,
 )
 from lmcache_copier.options import CopierOptions
 from lmcache_core import Client
@@ -49,8 +45,7 @@ class CopierDoor:
         self._uids = {0, os.geteuid(), *options.uids}
         self._helpers = CopyThreads(options.threads - 1)
         self._jobs: queue.Queue[EngineJob] = queue.Queue(JOBS_WAITING_MAX)
-        self._rows = Budget("pages, or parts of large ones, of objects", ROWS_MAX_TOTAL, ROWS_MAX_EACH)
-        self._job_bytes = Budget("bytes of jobs", JOB_BYTES_MAX_TOTAL, JOB_BYTES_MAX_EACH)
+        self._budgets = Budgets()
         self._lock = threading.Lock()
         self._figures: Counter[str] = Counter(engines=0, registrations=0, jobs=0, objects=0, faults=0, refused=0)
         self.path = directory / SOCKET_NAME
@@ -91,7 +86,7 @@ class CopierDoor:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            engine = Engine(sock, self._client, self._submit, self._helpers, self.count, self._rows, self._job_bytes)
+            engine = Engine(sock, self._client, self._submit, self._helpers, self.count, self._budgets.shares())
         except OSError as error:
             log.warning("an engine could not be admitted: %s", error.strerror)
             sock.close()

@@ -16,11 +16,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_copier import messages as m
-from lmcache_copier.budget import Budget, Share
+from lmcache_copier.budget import Shares
 from lmcache_copier.channel import Incoming, frame_of, pidfd_of
 from lmcache_copier.check import why_unreachable
 from lmcache_copier.copying import Copies, CopyThreads, measured_s
-from lmcache_copier.limits import MEASURED_BYTES_MAX, OWED_BYTES_MAX, REGISTRATIONS_MAX
+from lmcache_copier.limits import ENTRY_BYTES, MEASURED_BYTES_MAX, OWED_BYTES_MAX, REGISTRATIONS_MAX
 from lmcache_copier.memory import DeviceRegistration, HostRegistration, Registration
 from lmcache_copier.vm import EngineReach, UnreachableMemoryError
 from lmcache_core import Client, Promise, Status
@@ -47,7 +47,9 @@ class EngineJob:
     ) -> None:
         self.message = message
         self.rid = message.rid
-        self.nbytes = sum(len(each.keys) + len(each.ids) + len(each.promises) for each in message.entries)
+        self.nbytes = ENTRY_BYTES * len(message.entries) + sum(
+            len(each.keys) + len(each.ids) + len(each.promises) for each in message.entries
+        )
         self.registration = registration
         self.copies = copies
         self.running: Any = None  # the job of the client, once there is one
@@ -82,7 +84,7 @@ class Engine:
 
     def __init__(
         self, sock: socket.socket, client: Client, submit: Callable[[EngineJob], None], helpers: CopyThreads,
-        figures: Callable[[str, int], None], rows: Budget, job_bytes: Budget,
+        figures: Callable[[str, int], None], shares: Shares,
     ) -> None:  # fmt: skip
         self._sock = sock
         self._client = client
@@ -94,7 +96,7 @@ class Engine:
         self._registrations: dict[int, Registration] = {}
         self._jobs: dict[int, EngineJob] = {}
         self._numbers = 0
-        self._rows, self._job_bytes = Share(rows), Share(job_bytes)
+        self._shares = shares
         self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest)
         self._sending = threading.Lock()  # guards the next three
         self._broken = False
@@ -208,10 +210,10 @@ class Engine:
                 raise UnreachableMemoryError(0, "it is in another pid namespace")
             made: Registration
             if message.gpu:
-                made = DeviceRegistration(self._client, message, self._rows)
+                made = DeviceRegistration(self._client, message, self._shares)
             else:
                 engine = EngineReach(self.pid, self._pidfd, message.mark_at, message.mark)
-                made = HostRegistration(self._client, engine, message, descriptors, self._rows)
+                made = HostRegistration(self._client, engine, message, descriptors, self._shares)
         finally:
             for each in descriptors:
                 each.close()
@@ -256,16 +258,18 @@ class Engine:
             try:
                 self._run(job, entries, promises, left)
             finally:
-                self._job_bytes.free(job.nbytes)  # only now: until then its message and keys are kept, answered or not
+                self._shares.job_bytes.free(
+                    job.nbytes
+                )  # only now: until then its message and keys are kept, answered or not
 
         job = EngineJob(message, registration, copies, run)
-        self._job_bytes.take(job.nbytes)
+        self._shares.job_bytes.take(job.nbytes)
         self._jobs[message.rid] = job
         try:
             self._submit(job)
         except CacheError:
             self._is_over(job)
-            self._job_bytes.free(job.nbytes)
+            self._shares.job_bytes.free(job.nbytes)
             raise
 
     def _run(
@@ -377,11 +381,11 @@ class Engine:
                 "most"
             )
         copies = registration.copies(self._helpers, None)
-        self._job_bytes.take(group.object_bytes)
+        self._shares.job_bytes.take(group.object_bytes)
         try:
             seconds = measured_s(copies, registration.planned, message.group, count, message.ids, group.object_bytes)
         finally:
-            self._job_bytes.free(group.object_bytes)
+            self._shares.job_bytes.free(group.object_bytes)
         if copies.fault:
             raise UnreachableMemoryError(0, copies.fault)
         self._send(m.PagesMeasured(message.rid, seconds))

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,13 @@ class CopierCall:
         self.reply: Any = None
         self.lost = ""
         self.last = last
+        self.undo: Callable[[Any], None] | None = None
         self.owners: object = None  # of memory that the copier has until then
+
+    def undo_answered(self) -> None:
+        """What nobody waits for any more."""
+        if self.undo is not None and isinstance(self.reply, self.last):
+            self.undo(self.reply)
 
     @property
     def over(self) -> bool:
@@ -215,13 +221,21 @@ class CopierLink:
         finally:
             self._sending.release()
 
-    def call(self, make: Any, last: tuple[type[Any], ...], fds: Sequence[int] = ()) -> Any:
-        """The answer. Raises `DisconnectedError`, and what the copier refused it with."""
+    def call(
+        self, make: Any, last: tuple[type[Any], ...], fds: Sequence[int] = (), undo: Callable[[Any], None] | None = None
+    ) -> Any:
+        """The answer. Raises `DisconnectedError`, and what the copier refused it with. `undo`: called with the answer
+        if the caller is interrupted before it gets it; it waits for nothing."""
         call = self.open(last)
-        self.send(call, make(call.rid), fds)
-        while not call.over:
-            self.wait(call, _SLICE_S)
-        return call.result()
+        try:
+            self.send(call, make(call.rid), fds)
+            while not call.over:
+                self.wait(call, _SLICE_S)
+            return call.result()
+        except BaseException:
+            call.undo = undo
+            call.undo_answered()
+            raise
 
     def cancel(self, call: CopierCall) -> None:
         """Ask for the end of a job. Waits for nothing; a finalizer may call this."""
@@ -285,6 +299,7 @@ class CopierLink:
             elif isinstance(message, (*call.last, m.CopierRefused)):
                 del self._calls[call.rid]
                 call.reply = message
+                call.undo_answered()
 
     def _check_life(self) -> None:
         """Ask a quiet copier whether it lives, and end one that does not say so."""

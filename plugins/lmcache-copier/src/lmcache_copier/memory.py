@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_copier.budget import Share
+from lmcache_copier.budget import Charges, Shares
 from lmcache_copier.copying import Copies, CopyThreads, JobCopies, PlannedTables, rows_of
 from lmcache_copier.gpu import DeviceCopies, OpenedAllocations
+from lmcache_copier.limits import REGIONS_MAX
 from lmcache_copier.messages import GroupOf, MemoryPiece, RegionOf, RegisterMemory
 from lmcache_copier.vm import EngineReach, MappedReach, Reach
 from lmcache_core import Client, Layout, PageGroup, Region
@@ -21,7 +22,7 @@ from lmcache_core.buffers import address_of
 from lmcache_core.client import Pages, RegionTables, page_engine, pages_by
 from lmcache_core.descriptors import Descriptor
 from lmcache_core.devices.cuda import allocation_at, device_named
-from lmcache_core.errors import CacheError, UsageError
+from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.native import native
 from lmcache_core.tokens.namespace import namespace_of_id
 
@@ -62,10 +63,8 @@ class Registration(ABC):
 
     groups: Sequence[PageGroup]
 
-    def __init__(self, rows: Share, taken: int) -> None:
-        """`rows`: what the engine may have of them. Raises `LimitError`."""
-        self._rows, self._taken = rows, taken
-        rows.take(taken)
+    def __init__(self) -> None:
+        self.charges = Charges()  # what it has of the engine's shares, until it is closed
 
     @abstractmethod
     def copies(self, helpers: CopyThreads, until: float | None, event: bytes | None) -> Copies:
@@ -77,7 +76,7 @@ class Registration(ABC):
 
     def close(self) -> None:
         """Let go of the memory, when the jobs have ended."""
-        self._rows.free(self._taken)
+        self.charges.free()
 
 
 class HostRegistration(Registration):
@@ -89,17 +88,29 @@ class HostRegistration(Registration):
         engine: EngineReach,
         message: RegisterMemory,
         descriptors: Sequence[Descriptor],
-        rows: Share,
+        shares: Shares,
     ) -> None:
         """Raises `UsageError` for what does not fit together, `LimitError`, and `UnreachableMemoryError`."""
+        super().__init__()
+        self._client = client
+        try:
+            self._open(engine, message, descriptors, shares)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self, engine: EngineReach, message: RegisterMemory, descriptors: Sequence[Descriptor], shares: Shares
+    ) -> None:
         pieces = message.pieces
         mapped = {piece.descriptor >= 0 for piece in pieces}
         if len(mapped) != 1:
             raise UsageError("memory is given by address or by descriptor, and not both ways in one registration")
-        self._client = client
         self.reach: Reach
         if mapped.pop():
-            self._kept = _mapped(pieces, descriptors)
+            alike = _alike(pieces, len(descriptors))
+            self.charges.take(shares.files, len(alike))
+            self._kept = {which: MappedFile(descriptors[which[0]].fileno(), each) for which, each in alike.items()}
             starts = [self._kept[piece.descriptor, piece.readonly].address(piece) for piece in pieces]
             self.reach = MappedReach(engine)
         else:
@@ -109,12 +120,13 @@ class HostRegistration(Registration):
         self._tables = _tables(pieces, starts, message.groups)
         self.groups = self._tables.groups
         words = self._tables.words()
-        super().__init__(rows, rows_of(words))
-        try:
-            self.planned = PlannedTables(words)
-        except BaseException:
-            self.close()
-            raise
+        self.charges.take(shares.rows, rows_of(words))
+        self.planned = PlannedTables(words)
+
+    def close(self) -> None:
+        """What is mapped goes with this object."""
+        self._kept = {}
+        super().close()
 
     def copies(self, helpers: CopyThreads, until: float | None, event: bytes | None = None) -> JobCopies:
         """For one job."""
@@ -130,15 +142,17 @@ class HostRegistration(Registration):
 class DeviceRegistration(Registration):
     """Of allocations on a GPU, open until it is closed."""
 
-    def __init__(self, client: Client, message: RegisterMemory, rows: Share) -> None:
+    def __init__(self, client: Client, message: RegisterMemory, shares: Shares) -> None:
         """Raises `UsageError`, and `LimitError`."""
-        super().__init__(rows, len(message.pieces) + len(message.allocations))
+        super().__init__()
+        self._client = client
         try:
+            regions = sum(len(group.regions) for group in message.groups)
+            self.charges.take(shares.rows, regions + len(message.pieces) + len(message.allocations))
             self._open(message)
         except BaseException:
             super().close()
             raise
-        self._client = client
 
     def _open(self, message: RegisterMemory) -> None:
         if native is None:
@@ -179,16 +193,23 @@ class DeviceRegistration(Registration):
         return pages_by(self._client.links, self._tables._replace(device=copies), copies)
 
 
-def _mapped(pieces: Sequence[MemoryPiece], descriptors: Sequence[Descriptor]) -> dict[tuple[int, bool], MappedFile]:
+def _alike(pieces: Sequence[MemoryPiece], descriptors: int) -> dict[tuple[int, bool], list[MemoryPiece]]:
+    """Those of one mapping together: of one file, with one access."""
     alike: dict[tuple[int, bool], list[MemoryPiece]] = {}
     for piece in pieces:
-        if piece.descriptor >= len(descriptors):
-            raise UsageError(f"descriptor {piece.descriptor} did not come along: {len(descriptors)} did")
+        if piece.descriptor >= descriptors:
+            raise UsageError(f"descriptor {piece.descriptor} did not come along: {descriptors} did")
         alike.setdefault((piece.descriptor, piece.readonly), []).append(piece)
-    return {which: MappedFile(descriptors[which[0]].fileno(), each) for which, each in alike.items()}
+    return alike
 
 
 def _tables(pieces: Sequence[MemoryPiece], starts: Sequence[int], groups: Sequence[GroupOf]) -> RegionTables:
+    regions = sum(len(group.regions) for group in groups)
+    if regions > REGIONS_MAX:
+        raise LimitError(
+            f"{regions:,} regions, and one registration has {REGIONS_MAX:,} at most: register fewer at once"
+        )
+
     def memory(name: str, number: Any) -> tuple[int, int, bool, Any]:
         if not 0 <= number < len(pieces):
             raise UsageError(f"{name}: there is no piece {number} of memory; {len(pieces)} were given")

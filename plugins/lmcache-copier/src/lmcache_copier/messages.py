@@ -13,6 +13,7 @@ import msgspec
 from lmcache_copier.limits import (
     ADDRESS_BITS,
     DESCRIPTORS_MAX,
+    ENTRIES_MAX,
     GROUPS_MAX,
     HANDLE_BYTES,
     MARK_BYTES,
@@ -99,13 +100,16 @@ class JobEntry(msgspec.Struct, forbid_unknown_fields=True):
     traceparent: Word = ""
 
 
+Entries = Annotated[list[JobEntry], msgspec.Meta(max_length=ENTRIES_MAX)]
+
+
 class StorePages(_CopierMessage):
     """From pages to the pool. Answered with `JobFinished`, and before that, if the engine wants to know when its pages
     may change again, with `PagesRead`. `event`: of a GPU; no page is touched before it."""
 
     rid: Number
     registration: Number
-    entries: list[JobEntry]
+    entries: Entries
     deadline_s: Seconds | None
     tell_read: bool
     event: Handle | None = None
@@ -116,7 +120,7 @@ class RetrievePages(_CopierMessage):
 
     rid: Number
     registration: Number
-    entries: list[JobEntry]
+    entries: Entries
     deadline_s: Seconds | None
     verify: Annotated[int, msgspec.Meta(ge=0, le=2)]
     event: Handle | None = None

@@ -17,7 +17,7 @@ import msgspec
 from lmcache_copier import messages as m
 from lmcache_copier.door import SOCKET_NAME
 from lmcache_copier.jobs import ServerRetrieve, ServerStore, waited
-from lmcache_copier.limits import DESCRIPTORS_MAX, GROUPS_MAX, REGIONS_MAX
+from lmcache_copier.limits import DESCRIPTORS_MAX, ENTRIES_MAX, GROUPS_MAX, REGIONS_MAX
 from lmcache_copier.link import CopierLink, Mark
 from lmcache_core import Client, PageEntry, PageGroup, Promise
 from lmcache_core.buffers import address_of
@@ -216,11 +216,15 @@ class ServerPages:
             link = self._access.link()
             if self._registered is None or self._registered[0] is not link:
                 make = partial(self._memory.message, self._access.mark)
-                reply = link.call(make, (m.MemoryRegistered,), self._memory.fds)
+                owners = self._own.tables if self._memory.is_on_device else None
+
+                def undo(reply: m.MemoryRegistered) -> None:
+                    link.unregister(reply.registration, owners)
+
+                reply = link.call(make, (m.MemoryRegistered,), self._memory.fds, undo)
                 self._registered = link, reply.registration
                 if self._end is not None:
                     self._end.detach()
-                owners = self._own.tables if self._memory.is_on_device else None
                 self._end = weakref.finalize(self, _unregister, link, reply.registration, owners)
                 self._end.atexit = False
             return self._registered
@@ -357,6 +361,8 @@ def _seconds(deadline_s: float | None) -> float | None:
 
 
 def _entries(call: PagesCall, promises: Sequence[Promise | None] = ()) -> list[m.JobEntry]:
+    if len(call.entries) > ENTRIES_MAX:  # the copier would hang up
+        raise LimitError(f"{len(call.entries):,} entries, and a job has {ENTRIES_MAX:,} at most: split the batch")
     entries = []
     for number, (_, keys, traceparent, pages) in enumerate(call.entries):
         promise = promises[number] if promises else None
