@@ -157,7 +157,7 @@ def assert_copies_itself(found: dict[str, Any], why: str) -> None:
 # --- a pid that is somebody else's ------------------------------------------------------------------------------
 
 REUSED = """
-import ctypes, errno, mmap, os, struct, sys
+import ctypes, errno, mmap, os, socket, struct, sys
 from array import array
 sys.path.insert(0, sys.argv[3])
 from lmcache_copier import messages as m
@@ -173,7 +173,14 @@ pages = ServerPages(client, client.register_pages([group]))
 found, missing = bytes([1]) * 32, bytes([2]) * 32
 assert pages.store([(0, [found], [0])]).stored == 1
 link, number = pages.registration()
-sock, mine = os.dup(link._sock.fileno()), os.getpid()
+mine = os.getpid()
+def is_the_copiers(fd):
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            return "/copier" in str(each.getpeername())
+    except OSError:
+        return False
+sock = os.dup(next(filter(is_the_copiers, range(256))))
 go_in, go_out = os.pipe()
 if os.fork():
     os._exit(0)  # the engine has ended; its connection lives on, in a child with the same memory
@@ -192,7 +199,6 @@ if taker == 0:  # its memory has the engine's mark, too, at the same place
     say("untouched" if memory[:] == b"t" * len(memory) else "written")
     os._exit(0)
 os.close(out)
-import socket
 from lmcache_copier.channel import Incoming, send
 over = socket.socket(fileno=sock)
 answers = os.fdopen(os.dup(int(sys.argv[4])), "w")
