@@ -14,8 +14,9 @@ import pytest
 from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tier_over
 
 from lmcache_core.errors import UsageError
+from lmcache_core.limits import LANE_NICE
 from lmcache_core.policies.lru import LruEviction
-from lmcache_core.tiers.object.format import HEADER_BYTES
+from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum
 from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_hosts.naming import BlockFormat, object_key
 from lmcache_hosts.requests import HostKey, HostObject, LentMemory
@@ -390,6 +391,31 @@ def test_many_threads_get_their_own_bytes(objects: TierObjects) -> None:
     for each in threads:
         each.join()
     assert not wrong
+
+
+def test_a_copy_of_the_hosts_memory_comes_with_its_checksum() -> None:
+    lent, target = LentMemory(memoryview(content(7))), memoryview(bytearray(8192))
+    assert lent.copy_to(target)
+    assert bytes(target) == content(7)
+    assert lent.checksum == payload_checksum([target])
+
+
+def test_the_host_waits_for_no_thread_that_steps_behind() -> None:
+    seen: dict[str, int] = {}
+
+    class Asking(GatedAdapter):
+        def _pass(self, name: str) -> None:
+            seen[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    held = tier_over(Asking())
+    assert held.store([stored(1)]).result() == [True]
+    assert held.load([room(1)[1]]).result() == [True]
+    assert held.find([key(1)]).result() == [True]
+    held.remove([key(1)]).result()
+    held.close()
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [seen[name] for name in ("store", "load", "exists")] == [mine] * 3
+    assert seen["delete"] == min(19, mine + LANE_NICE), "nobody waits for it"
 
 
 def test_memory_taken_back_is_not_copied() -> None:

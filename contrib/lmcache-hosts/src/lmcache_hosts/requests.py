@@ -10,10 +10,12 @@ import ctypes
 import logging
 import math
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lmcache_core.buffers import address_of
+from lmcache_core.client.move.copying import copy_between
 from lmcache_core.errors import UsageError
 from lmcache_core.guard import guarded
 from lmcache_core.tokens import Namespace
@@ -46,12 +48,14 @@ class LentMemory:
         if not view.c_contiguous:
             raise UsageError("a host's buffer has gaps: give contiguous memory for each object")
         self.nbytes = view.nbytes
+        self.checksum: int | None = None  # the xxh3_64 of what was copied out; None: unknown
         self._view: memoryview | None = memoryview(view)
         self._lock = threading.Lock()  # held during a copy, of one object at most
 
     def copy_to(self, target: memoryview) -> bool:
-        """Copy the host's bytes out. False: it has its memory back."""
-        return self._copy(lambda mine: ctypes.memmove(address_of(target), mine, self.nbytes))
+        """Copy the host's bytes out, with their checksum while they are in the processor's cache. False: it has its
+        memory back."""
+        return self._copy(lambda mine: self._copy_out(address_of(target), mine))
 
     def copy_from(self, source: memoryview) -> bool:
         """Copy an object into the host's memory. False: it has its memory back."""
@@ -61,6 +65,10 @@ class LentMemory:
         """From now on the memory is the host's alone. Waits for a copy that is under way."""
         with self._lock:
             self._view = None
+
+    def _copy_out(self, target: int, mine: int) -> None:
+        checksums = copy_between(array("Q", [target]), array("Q", [mine]), self.nbytes, 1, True)
+        (self.checksum,) = array("Q", checksums)
 
     def _copy(self, move: Callable[[int], object]) -> bool:
         with self._lock:

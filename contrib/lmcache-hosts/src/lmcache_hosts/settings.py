@@ -11,6 +11,7 @@ from lmcache_core import Client
 from lmcache_core.errors import SettingsError
 from lmcache_core.limits import SECONDS_MAX
 from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.cores import usable_cores
 from lmcache_core.server.tiers.opening import build_tier
 from lmcache_core.settings.tier import tier_settings
 from lmcache_hosts.naming import BlockFormat
@@ -92,5 +93,6 @@ def open_objects(settings: HostSettings) -> Objects:
         )
         return ServerObjects(client, deadlines)
     registry = load_plugins()
-    values = {"deadline_s": settings.store_s, **(settings.tier or {})}
+    # The host paces its stores itself, and waits for them.
+    values = {"deadline_s": settings.store_s, "store_cpu_share": usable_cores(), **(settings.tier or {})}
     return TierObjects(build_tier(TIER_NAME, tier_settings(registry, TIER_NAME, values, {}), registry, ""), deadlines)

@@ -6,6 +6,7 @@ way: a lane that hangs in the medium's library holds that buffer, and never the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -143,7 +144,7 @@ class TierObjects:
         self._close_by: float | None = None
         self._ended = False
         self._pid = os.getpid()
-        tier.start(self._post, self._epochs, self._clock)
+        tier.start(self._post, self._epochs, self._clock, nice=0)  # the host waits for what its lanes do
         self._thread = started(self._run, f"hosted-{tier.name}")
         if self._thread is None:
             self._ended = True
@@ -532,7 +533,10 @@ class _Store(StoreCall):
         copied = [arrival.memory.copy_to(part) for arrival, part in zip(self._arrivals, parts, strict=True)]
         for arrival in self._arrivals:
             arrival.memory.take_back()
-        staged = [each._replace(view=part) for each, part in zip(self.batch, parts, strict=True)]
+        staged = [
+            each._replace(view=part, checksum=arrival.memory.checksum)
+            for each, arrival, part in zip(self.batch, self._arrivals, parts, strict=True)
+        ]
         self.batch, self.keys = list(compress(staged, copied)), list(compress(self.keys, copied))
         self.reserved, self._copied = list(compress(self.reserved, copied)), list(compress(self._arrivals, copied))
         return super().work() if self.batch else []
@@ -562,7 +566,10 @@ class _Staging(threading.local):
     def take(self, sizes: Sequence[int]) -> list[memoryview]:
         total = sum(_on_pages(size) for size in sizes)
         if self._buffer.nbytes < total:
-            self._buffer = memoryview(mmap.mmap(-1, total))
+            room = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # of a kernel without huge pages
+                room.madvise(mmap.MADV_HUGEPAGE)
+            self._buffer = memoryview(room)
         at, parts = 0, []
         for size in sizes:
             parts.append(self._buffer[at : at + size])

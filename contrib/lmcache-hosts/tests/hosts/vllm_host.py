@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +108,9 @@ class Offloading:
         self.forget()
 
     def forget(self) -> None:
-        self.manager.reset_cache()
+        with getattr(self.manager, "lock", nullcontext()):  # since 0.33
+            self.manager.reset_cache()
+            getattr(self.manager, "on_reset_flushed", lambda: None)()  # no worker is here that still writes
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """What a request gets of these chunks, as a scheduler asks for it."""

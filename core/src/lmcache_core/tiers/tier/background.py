@@ -13,11 +13,11 @@ _THIS_THREAD = (1, 0)  # IOPRIO_WHO_PROCESS, and the calling thread
 _IDLE = 3 << 13  # this class is served when nobody else has asked for a while
 
 
-def step_behind(*, idle_disk: bool = False) -> None:
-    """Lowers the priority of the calling thread, for good: it gets a tenth of another's share of the processor when
-    both could run. With `idle_disk`, also the idle class of I/O, if this system has one; disk schedulers without
+def step_behind(*, by: int = LANE_NICE, idle_disk: bool = False) -> None:
+    """Lowers the priority of the calling thread, for good: by 10 it gets a tenth of another's share of the processor
+    when both could run. With `idle_disk`, also the idle class of I/O, if this system has one; disk schedulers without
     classes ignore it."""
-    os.nice(LANE_NICE)  # on Linux, of this thread only
+    os.nice(by)  # on Linux, of this thread only
     number = _IOPRIO_SET.get(platform.machine())
     if idle_disk and number is not None:
         ctypes.CDLL(None).syscall(ctypes.c_long(number), *map(ctypes.c_int, (*_THIS_THREAD, _IDLE)))

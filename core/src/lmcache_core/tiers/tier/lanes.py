@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from lmcache_core.errors import excerpt
 from lmcache_core.guard import guarded
-from lmcache_core.limits import HANGING_TIER_S, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.limits import HANGING_TIER_S, LANE_NICE, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
 from lmcache_core.threads import started
 from lmcache_core.tiers.tier.background import step_behind
 from lmcache_core.tiers.tier.call_states import CALL_TRANSITIONS, CallEvent, CallState
@@ -124,8 +124,8 @@ class Lane:
 
     `post(call)` is called from lane threads when a call has ended; it must be thread-safe. A thread whose call hangs
     past its deadline is replaced, a bounded number of times (`replaces` False: never, for adapters that are not
-    thread-safe), so that a tier that comes back is used even if the old calls never return. `idle_disk`: its threads
-    use disks only when nobody else does, for background work.
+    thread-safe), so that a tier that comes back is used even if the old calls never return. `nice`: how far its threads
+    step behind others. `idle_disk`: they use disks only when nobody else does, for background work.
     """
 
     def __init__(
@@ -135,11 +135,13 @@ class Lane:
         post: Callable[[Call], None],
         *,
         replaces: bool = True,
+        nice: int = LANE_NICE,
         idle_disk: bool = False,
     ) -> None:
         self.name = name
         self._threads_max = threads
         self._replacements_max = LANE_REPLACEMENTS_MAX if replaces else 0
+        self._nice = nice
         self._idle_disk = idle_disk
         self._post = post
         self._wakeup = threading.Condition()
@@ -317,7 +319,7 @@ class Lane:
 
     # --- lane threads -------------------------------------------------------------------------------------
     def _work(self) -> None:
-        step_behind(idle_disk=self._idle_disk)
+        step_behind(by=self._nice, idle_disk=self._idle_disk)
         while (call := self._take()) is not None:
             try:
                 call.result = call.work()

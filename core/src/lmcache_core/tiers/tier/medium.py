@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lmcache_core.clock import Clock
+from lmcache_core.limits import LANE_NICE
 from lmcache_core.tiers.contract import L2Adapter
 from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.config import TierConfig
@@ -18,7 +19,8 @@ class Medium:
     """An adapter, the lanes on which it is called, and the order of the calls for each key. Lives on the loop's thread,
     except for the methods that block: lanes call those.
 
-    `config`: the tier's current settings. `stopping`: set when the tier is closed; it ends retries and their pauses.
+    `config`: the tier's current settings. `nice`: how far the lanes step behind other threads; those that delete always
+    do. `stopping`: set when the tier is closed; it ends retries and their pauses.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Medium:
         batch_keys_max: int,
         clock: Clock,
         post: Callable[[Posted], None],
+        nice: int = LANE_NICE,
     ) -> None:
         self.adapter = adapter
         self.config = config
@@ -39,14 +42,14 @@ class Medium:
         self.deletes = Deletes(adapter, self.stopping)
         connections = max(1, config.connections)
         if adapter.capabilities.thread_safe:
-            self.lookups = Lane(f"{name}-lookup", min(2, connections), post)
-            self.loads = Lane(f"{name}-load", min(4, connections), post)
+            self.lookups = Lane(f"{name}-lookup", min(2, connections), post, nice=nice)
+            self.loads = Lane(f"{name}-load", min(4, connections), post, nice=nice)
             idle_disk = config.store_io == "idle"
-            self.stores = Lane(f"{name}-store", min(2, connections), post, idle_disk=idle_disk)
+            self.stores = Lane(f"{name}-store", min(2, connections), post, nice=nice, idle_disk=idle_disk)
             # A lane of their own: deletes that hang must not take the threads of stores for which there is room.
             self.removals = Lane(f"{name}-delete", min(2, connections), post, idle_disk=idle_disk)
         else:
-            self.lookups = Lane(name, 1, post, replaces=False)
+            self.lookups = Lane(name, 1, post, replaces=False, nice=nice)
             self.loads = self.stores = self.removals = self.lookups
         self.lanes = list(dict.fromkeys((self.lookups, self.loads, self.stores, self.removals)))
 
