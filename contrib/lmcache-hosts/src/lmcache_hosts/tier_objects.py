@@ -1,6 +1,6 @@
 """One tier of lmcache-core inside a host: its lanes, deadlines, breaker, checks and eviction, without a server.
 
-A thread of ours does what the server's loop does for a tier. Bytes pass through a buffer of the lane's thread on their
+A thread of ours does what the server's loop does for a tier. Bytes pass through a buffer of the lane's call on their
 way: a lane that hangs in the medium's library holds that buffer, and never the host's memory.
 """
 
@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import compress, groupby
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ class TierObjects:
         self._close_by: float | None = None
         self._ended = False
         self._pid = os.getpid()
-        tier.start(self._post, self._epochs, self._clock, nice=0)  # the host waits for what its lanes do
+        tier.start(self._post, self._epochs, self._clock, stores_waited_for=True)
         self._thread = started(self._run, f"hosted-{tier.name}")
         if self._thread is None:
             self._ended = True
@@ -480,9 +481,9 @@ class TierObjects:
         self.counts["wrong_layout"] += 1
         _logged(error)
 
-    def staging(self, batch: Sequence[Transfer]) -> list[memoryview]:
-        """Buffers of the calling thread for these, until its next call."""
-        return self._staging.take([each.kind.layout.nbytes for each in batch])
+    def staging(self, batch: Sequence[Transfer]) -> AbstractContextManager[list[memoryview]]:
+        """Room for each of these, for a call of a lane."""
+        return self._staging.lend([each.kind.layout.nbytes for each in batch])
 
 
 class _Find(ExistsCall):
@@ -504,12 +505,12 @@ class _Load(LoadCall):
         self._flights = flights
 
     def work(self) -> list[Loaded]:
-        parts = self._owner.staging(self.batch)
-        staged = [each._replace(view=part) for each, part in zip(self.batch, parts, strict=True)]
-        results = self.tier.carrier.load(staged, self.deadline)
-        for flight, part, result in zip(self._flights, parts, results, strict=True):
-            if result.reason is None:
-                flight.land(part)
+        with self._owner.staging(self.batch) as parts:
+            staged = [each._replace(view=part) for each, part in zip(self.batch, parts, strict=True)]
+            results = self.tier.carrier.load(staged, self.deadline)
+            for flight, part, result in zip(self._flights, parts, results, strict=True):
+                if result.reason is None:
+                    flight.land(part)
         return results
 
     def loaded(self, results: Sequence[Loaded]) -> None:
@@ -529,17 +530,17 @@ class _Store(StoreCall):
         self._copied = arrivals  # without those whose hosts had their memory back when a thread was free
 
     def work(self) -> list[Outcome]:
-        parts = self._owner.staging(self.batch)
-        copied = [arrival.memory.copy_to(part) for arrival, part in zip(self._arrivals, parts, strict=True)]
-        for arrival in self._arrivals:
-            arrival.memory.take_back()
-        staged = [
-            each._replace(view=part, checksum=arrival.memory.checksum)
-            for each, arrival, part in zip(self.batch, self._arrivals, parts, strict=True)
-        ]
-        self.batch, self.keys = list(compress(staged, copied)), list(compress(self.keys, copied))
-        self.reserved, self._copied = list(compress(self.reserved, copied)), list(compress(self._arrivals, copied))
-        return super().work() if self.batch else []
+        with self._owner.staging(self.batch) as parts:
+            copied = [arrival.memory.copy_to(part) for arrival, part in zip(self._arrivals, parts, strict=True)]
+            for arrival in self._arrivals:
+                arrival.memory.take_back()
+            staged = [
+                each._replace(view=part, checksum=arrival.memory.checksum)
+                for each, arrival, part in zip(self.batch, self._arrivals, parts, strict=True)
+            ]
+            self.batch, self.keys = list(compress(staged, copied)), list(compress(self.keys, copied))
+            self.reserved, self._copied = list(compress(self.reserved, copied)), list(compress(self._arrivals, copied))
+            return super().work() if self.batch else []
 
     def stored(self, outcomes: Sequence[Outcome]) -> None:
         if self.state is not CallState.EXPIRED and not self.was_late:
@@ -557,24 +558,36 @@ class _Store(StoreCall):
             self._owner.stored(self._arrivals, "store_late")
 
 
-class _Staging(threading.local):
-    """A buffer for each thread, on a page, as large as its largest call."""
+class _Staging:
+    """Buffers on pages, as many as calls run at once, and as large as those calls. The last one that was given back is
+    the next one lent: it is the likeliest to be in the processor's cache. A call that hangs keeps its own."""
 
     def __init__(self) -> None:
-        self._buffer = memoryview(b"")
+        self._free: list[memoryview] = []  # lists are thread-safe at their end
 
-    def take(self, sizes: Sequence[int]) -> list[memoryview]:
+    @contextlib.contextmanager
+    def lend(self, sizes: Sequence[int]) -> Iterator[list[memoryview]]:
         total = sum(_on_pages(size) for size in sizes)
-        if self._buffer.nbytes < total:
+        buffer = self._last() or memoryview(b"")
+        if buffer.nbytes < total:
             room = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # of a kernel without huge pages
                 room.madvise(mmap.MADV_HUGEPAGE)
-            self._buffer = memoryview(room)
+            buffer = memoryview(room)
         at, parts = 0, []
         for size in sizes:
-            parts.append(self._buffer[at : at + size])
+            parts.append(buffer[at : at + size])
             at += _on_pages(size)
-        return parts
+        try:
+            yield parts
+        finally:
+            self._free.append(buffer)
+
+    def _last(self) -> memoryview | None:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
 
 def _on_pages(nbytes: int) -> int:

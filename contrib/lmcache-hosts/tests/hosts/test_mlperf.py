@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 if not mlperf_host.found():
     pytest.skip(mlperf_host.REASON, allow_module_level=True)
 
-import mlperf_kv
 from kv_cache import cache as kv_cache
 from kv_cache.backends import NVMeBackend, StorageBackend
 from kv_cache.models import MODEL_CONFIGS
 
+from lmcache_core.cli.main import main
+from lmcache_hosts import mlperf_kv
 from lmcache_hosts.mlperf import INTERFACE, HostedStorage, in_place_of_nvme
 
 HASTY = {"lookup_s": 0.3, "load_s": 0.3, "store_s": 0.3}
@@ -169,23 +170,36 @@ def test_the_benchmark_counts_a_failed_read_as_a_hit(multi_tier: kv_cache.MultiT
 
 def test_a_whole_run_of_the_benchmark_over_both(tmp_path: Path) -> None:
     load = mlperf_kv.Load(requests=12, users=3, tokens=(8, 32))
-    for side, settings in (("theirs", None), ("ours", {"tier": {"type": "fs", "path": str(tmp_path / "ours")}})):
-        random.seed(1)
-        seen = mlperf_kv.one_run(load, tmp_path / side, settings, prefixes_written=True)
+    for name in ("theirs, folder synced", "ours, no fsync"):
+        (tmp_path / name).mkdir()
+        seen = mlperf_kv.one_run(load, tmp_path / name, mlperf_kv.SIDES[name])
         assert seen["requests"] >= 12
         assert seen["reads_failed"] == 0
         assert seen["read_mib"] > seen["written_mib"] > 0
         assert seen["prefix_reads"] == seen["prefix_hits"], "each prefix hit is a read now"
-    assert not files(tmp_path / "ours"), "what the run wrote is deleted at its end"
+    assert not files(tmp_path), "what the run wrote is deleted at its end"
 
 
 def test_the_benchmark_never_writes_what_it_counts_as_prefix_hits(tmp_path: Path) -> None:
     """Its known flaw: so `mlperf_kv` writes them first, unless it is told not to."""
-    random.seed(1)
     load = mlperf_kv.Load(requests=40, users=3, tokens=(8, 9))
-    seen = mlperf_kv.one_run(load, tmp_path, None, prefixes_written=False)
+    seen = mlperf_kv.one_run(load, tmp_path, mlperf_kv.SIDES["theirs"], prefixes_written=False)
     assert seen["prefix_hits"] > 0
     assert seen["prefix_reads"] == 0
+
+
+def test_the_bench_sets_each_side_beside_the_same_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        mlperf_kv, "SIDES", {name: mlperf_kv.SIDES[name] for name in ("theirs, no fsync", "ours, no fsync")}
+    )
+    assert main(["bench", "mlperf-kv", "--quick", "--json", "--folder", str(tmp_path)]) == 0
+    figures = {each["name"]: each for each in json.loads(capsys.readouterr().out)["results"]}
+    ours, theirs = figures["ours, no fsync: write"], figures["theirs, no fsync: write"]
+    assert ours["floor"] == theirs["value"] > 0
+    assert figures["ours, no fsync: failed reads"]["value"] == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_their_disk_tier_is_replaced_within_the_block_only() -> None:

@@ -46,6 +46,7 @@ ELSEWHERE = {
     **dict.fromkeys(("trace", "simulate"), "lmcache-lab"),
     "hint": "lmcache-hints",
     "quality": "lmcache-transformers[demo]",
+    "bench mlperf-kv": "lmcache-hosts",
     **{f"bench {name}": "lmcache-bench" for name in _BENCHES.split()},
 }
 

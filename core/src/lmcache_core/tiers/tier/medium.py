@@ -19,8 +19,9 @@ class Medium:
     """An adapter, the lanes on which it is called, and the order of the calls for each key. Lives on the loop's thread,
     except for the methods that block: lanes call those.
 
-    `config`: the tier's current settings. `nice`: how far the lanes step behind other threads; those that delete always
-    do. `stopping`: set when the tier is closed; it ends retries and their pauses.
+    `config`: the tier's current settings. `stores_waited_for`: by whoever gives them, as loads are; else all lanes step
+    behind the caller's other threads, and fewer of them store. `stopping`: set when the tier is closed; it ends retries
+    and their pauses.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Medium:
         batch_keys_max: int,
         clock: Clock,
         post: Callable[[Posted], None],
-        nice: int = LANE_NICE,
+        stores_waited_for: bool = False,
     ) -> None:
         self.adapter = adapter
         self.config = config
@@ -41,11 +42,12 @@ class Medium:
         self.stopping = threading.Event()
         self.deletes = Deletes(adapter, self.stopping)
         connections = max(1, config.connections)
+        nice, stores = (0, 4) if stores_waited_for else (LANE_NICE, 2)
         if adapter.capabilities.thread_safe:
             self.lookups = Lane(f"{name}-lookup", min(2, connections), post, nice=nice)
             self.loads = Lane(f"{name}-load", min(4, connections), post, nice=nice)
             idle_disk = config.store_io == "idle"
-            self.stores = Lane(f"{name}-store", min(2, connections), post, nice=nice, idle_disk=idle_disk)
+            self.stores = Lane(f"{name}-store", min(stores, connections), post, nice=nice, idle_disk=idle_disk)
             # A lane of their own: deletes that hang must not take the threads of stores for which there is room.
             self.removals = Lane(f"{name}-delete", min(2, connections), post, idle_disk=idle_disk)
         else:

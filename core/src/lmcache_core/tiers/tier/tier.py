@@ -117,16 +117,19 @@ class Tier:
         epochs: Epochs,
         clock: Clock,
         observer: TierObserver | None = None,
-        nice: int = limits.LANE_NICE,
+        *,
+        stores_waited_for: bool = False,
     ) -> None:
         """Called once, by Tiering. `observer` is notified when the breaker opens and closes, and of objects that this
-        no longer has. `nice`: how far the lanes step behind the caller's other threads."""
+        no longer has. `stores_waited_for`: whoever gives them waits for their end, as for that of a load."""
         self.post = post
         self._epochs = epochs
         self.clock = self.health.clock = clock
         self.store_cpu = CpuShare(self.config.store_cpu_share, lambda: clock.now)
         self.losses = Losses(clock)
-        medium = self.medium = Medium(self.name, self.adapter, self.config, self.batch_keys_max, clock, post, nice)
+        medium = self.medium = Medium(
+            self.name, self.adapter, self.config, self.batch_keys_max, clock, post, stores_waited_for
+        )
         self.carrier = Carrier(self.adapter, self.chain, medium.stopping)
         self.lanes, self.order = medium.lanes, medium.order
         self.doubts = Doubts(medium, self.accounting, self._recount)
