@@ -15,6 +15,7 @@ from gate import NAMESPACE, SHORT, GatedAdapter, content, key, room, stored, tie
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LANE_NICE
+from lmcache_core.native import native
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum
 from lmcache_core.tiers.tier.breaker_states import BreakerState
@@ -397,7 +398,7 @@ def test_a_copy_of_the_hosts_memory_comes_with_its_checksum() -> None:
     lent, target = LentMemory(memoryview(content(7))), memoryview(bytearray(8192))
     assert lent.copy_to(target)
     assert bytes(target) == content(7)
-    assert lent.checksum == payload_checksum([target])
+    assert lent.checksum == (None if native is None else payload_checksum([target]))
 
 
 def test_the_host_waits_for_no_thread_that_steps_behind() -> None:

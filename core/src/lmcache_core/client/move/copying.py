@@ -188,11 +188,11 @@ def copy_in(
     targets = array("Q", [base + offset for _, offset in chosen])
     sources = array("Q", [found[position][0] for position, _ in chosen])
     if 0 not in sources:
-        return copy_between(targets, sources, layout.nbytes, threads, checksums)
+        return _copy(targets, sources, layout.nbytes, threads, checksums)
     for at, (position, offset) in enumerate(chosen):
         if not sources[at]:
             _slot_tensor(base + offset, layout).copy_(found[position][1].reshape(layout.shape))
-    copy_between(*_of_hosts(targets, sources), layout.nbytes, threads, False)
+    _copy(*_of_hosts(targets, sources), layout.nbytes, threads, False)
     return checksums_of(targets, layout.nbytes, threads) if checksums else b""
 
 
@@ -215,7 +215,7 @@ def copy_out(
     sources = array("Q", [base + offset for _, offset in chosen])
     targets = array("Q", [found[position][0] for position, _ in chosen])
     if 0 not in targets:
-        return array("Q", copy_between(targets, sources, layout.nbytes, threads, checksums))
+        return array("Q", _copy(targets, sources, layout.nbytes, threads, checksums))
     on_host = [at for at, target in enumerate(targets) if target]
     sums = array("Q", bytes(8 * len(chosen) if checksums else 0))
     for at, (position, offset) in enumerate(chosen):
@@ -225,7 +225,7 @@ def copy_out(
                 slot = slot.clone()
                 sums[at] = array("Q", checksums_of(array("Q", [slot.data_ptr()]), layout.nbytes, threads))[0]
             owner.copy_(slot.reshape(owner.shape))
-    hosts = copy_between(*_of_hosts(targets, sources), layout.nbytes, threads, checksums)
+    hosts = _copy(*_of_hosts(targets, sources), layout.nbytes, threads, checksums)
     for at, checksum in zip(on_host, array("Q", hosts), strict=False):
         sums[at] = checksum
     return sums
@@ -237,9 +237,7 @@ def _of_hosts(targets: array[int], sources: array[int]) -> tuple[array[int], arr
     return array("Q", [target for target, _ in pairs]), array("Q", [source for _, source in pairs])
 
 
-def copy_between(targets: array[int], sources: array[int], nbytes: int, threads: int, checksums: bool) -> bytes:
-    """Copy objects of `nbytes` from `sources` to `targets`, without the GIL; the caller holds the memory.
-    With `checksums` the xxh3_64 of each copy, as u64; else an empty result."""
+def _copy(targets: array[int], sources: array[int], nbytes: int, threads: int, checksums: bool) -> bytes:
     if not targets:
         return b""
     way = _copy_plainly if native is None else native.copy_many
