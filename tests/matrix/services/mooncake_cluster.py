@@ -1,0 +1,165 @@
+"""A Mooncake Store of our own: its master, nodes that lend memory, and a door in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+START_S = 60.0
+CLIENT_TTL_S = 3  # after which the master forgets a dead node
+WORKER = Path(__file__).with_name("mooncake_door.py")
+
+
+class MooncakeError(Exception):
+    """It does not start, or its wheel is not installed."""
+
+
+class MooncakeCluster:
+    """`mooncake_master` and `mooncake_client`s of the installed wheel, on free ports of 127.0.0.1."""
+
+    def __init__(self, folder: Path, node_bytes: int = 256 << 20, nodes: int = 1, *options: str) -> None:
+        found = find_spec("mooncake")
+        if found is None or not found.submodule_search_locations:
+            raise MooncakeError("Mooncake is not installed (pip install mooncake-transfer-engine-non-cuda)")
+        self._programs = Path(found.submodule_search_locations[0])
+        self._log = (folder / "mooncake.log").open("ab")
+        self._node_bytes = node_bytes
+        self._options = options
+        self.port, self._admin_port = free_port(), free_port()
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self._doors: list[MooncakeDoor] = []
+        self.start_master()
+        for _ in range(nodes):
+            self.start_node()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start_master(self) -> None:
+        self.master = self._run(
+            "mooncake_master",
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._admin_port}",
+            f"--client_ttl={CLIENT_TTL_S}",
+            "--rpc_thread_num=4",
+            *self._options,
+        )
+        self._until(lambda: "ok" in self.ask("health"), "the master does not answer")
+
+    def start_node(self) -> None:
+        before = len(self.segments())
+        self.nodes.append(
+            self._run(
+                "mooncake_client",
+                "--host=127.0.0.1",
+                f"--port={free_port()}",
+                f"--global_segment_size={self._node_bytes}",
+                f"--master_server_address={self.address}",
+                "--metadata_server=P2PHANDSHAKE",
+                "--protocol=tcp",
+            )
+        )
+        self._until(lambda: len(self.segments()) > before, "a node does not join")
+
+    def kill_master(self) -> None:
+        self.master.kill()
+        self.master.wait()
+
+    def kill_node(self, number: int = 0) -> None:
+        node = self.nodes.pop(number)
+        node.kill()
+        node.wait()
+
+    def await_nodes(self, count: int) -> None:
+        self._until(lambda: len(self.segments()) == count, f"the master does not know {count} nodes")
+
+    def segments(self) -> list[str]:
+        return self.ask("get_all_segments").split()
+
+    def names(self) -> list[str]:
+        return self.ask("get_all_keys").split()
+
+    def ask(self, path: str) -> str:
+        """The master over HTTP; empty while it is away."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._admin_port}/{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def door(self) -> MooncakeDoor:
+        """Mooncake's own client, in a process of its own: it is closed with the cluster."""
+        if not self._doors:
+            self._doors.append(MooncakeDoor(self.address))
+        return self._doors[0]
+
+    def close(self) -> None:
+        for door in self._doors:
+            door.close()
+        for process in (*self.nodes, self.master):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+        self._log.close()
+
+    def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [self._programs / program, *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+        )
+
+    def _until(self, holds: object, otherwise: str) -> None:
+        assert callable(holds)
+        deadline = time.monotonic() + START_S
+        while not holds():
+            if time.monotonic() > deadline or self.master.poll() is not None:
+                raise MooncakeError(otherwise)
+            time.sleep(0.02)
+
+
+class MooncakeDoor:
+    """A client of Mooncake without the adapter. Names are those of the store."""
+
+    def __init__(self, master: str) -> None:
+        environment = {**os.environ, "GLOG_minloglevel": "3"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), master],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        self.ask("ready")
+
+    def ask(self, verb: str, name: str = "", content: bytes = b"") -> bytes | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([verb, name, content.hex()]).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the door has ended"
+        answer = json.loads(line)
+        return None if answer is None else bytes.fromhex(answer)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
