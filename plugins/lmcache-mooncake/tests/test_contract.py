@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
-from services.mooncake_cluster import MooncakeCluster, MooncakeDoor
+from services.mooncake_cluster import NODE_BYTES_MIN, MooncakeCluster, MooncakeDoor
 
 from lmcache_core.tiers.contract import AdapterContext
 from lmcache_mooncake.adapter import MooncakeAdapter
@@ -15,10 +15,12 @@ from lmcache_mooncake.settings import MooncakeSettings
 from lmcache_testing import Backdoor, L2AdapterContract, StallingProxy
 
 PREFIX = "lmcache/"
+EMPTY = b"\0"
 
 
 class StoreDoor(Backdoor):
-    """Mooncake's own client, on names as the documentation has them."""
+    """Mooncake's own client, on names as the documentation has them. Mooncake has no empty objects: a byte stands for
+    one."""
 
     def __init__(self, door: MooncakeDoor) -> None:
         self._door = door
@@ -26,10 +28,11 @@ class StoreDoor(Backdoor):
     def read(self, key: bytes) -> bytes | None:
         first, second = names_of(key)
         found = self._door.ask("read", first)
-        return found if found is not None else self._door.ask("read", second)
+        found = found if found is not None else self._door.ask("read", second)
+        return b"" if found == EMPTY else found
 
     def write(self, key: bytes, content: bytes) -> None:
-        self._door.ask("write", self._used(key), content or b"\0")  # Mooncake has no empty objects
+        self._door.ask("write", self._used(key), content or EMPTY)
 
     def remove(self, key: bytes) -> None:
         self._door.ask("remove", self._used(key))
@@ -126,7 +129,8 @@ class TestMooncake(L2AdapterContract):
 
     @pytest.fixture
     def small_adapter(self, own_cluster: Callable[..., MooncakeCluster]) -> Iterator[MooncakeAdapter]:
-        small = own_cluster(4 << 20)
+        small = own_cluster(NODE_BYTES_MIN, 1, "--default_kv_lease_ttl=100")
+        small.door().ask("fill", "others", (13 << 20).to_bytes(4, "little"))
         settings = MooncakeSettings(master=small.address, staging_bytes=4 << 20)
         with MooncakeAdapter(settings, AdapterContext(tier="small")) as adapter:
             yield adapter

@@ -15,6 +15,7 @@ from pathlib import Path
 
 START_S = 60.0
 CLIENT_TTL_S = 3  # after which the master forgets a dead node
+NODE_BYTES_MIN = 16 << 20  # Mooncake takes no smaller segment
 WORKER = Path(__file__).with_name("mooncake_door.py")
 
 
@@ -36,9 +37,13 @@ class MooncakeCluster:
         self.port, self._admin_port = free_port(), free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._doors: list[MooncakeDoor] = []
-        self.start_master()
-        for _ in range(nodes):
-            self.start_node()
+        try:
+            self.start_master()
+            for _ in range(nodes):
+                self.start_node()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> str:

@@ -13,7 +13,7 @@ import sys
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library prints
-    from mooncake.store import MooncakeDistributedStore
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", sys.argv[1]) == 0
@@ -25,6 +25,10 @@ def main() -> None:
         elif verb == "write":
             store.remove(name, True)
             assert store.put(name, bytes.fromhex(content)) == 0
+        elif verb == "fill":  # with as many bytes as it is told, which the master never evicts
+            pinned = ReplicateConfig()
+            pinned.with_hard_pin = True
+            assert store.put(name, bytes(int.from_bytes(bytes.fromhex(content), "little")), pinned) == 0
         elif verb == "remove":
             assert store.remove(name, True) == 0
         elif verb == "wipe":

@@ -1,13 +1,14 @@
 """The process that has Mooncake's client: `python -m lmcache_mooncake FD`, started by the adapter.
 
-FD is a socket. Its first packet is a `Setup`; each further one brings a socket and a memory file for a connection, which
-a thread of its own serves. When FD is closed, the calls under way are finished, so that no half-stored object blocks its
-key at the master, and the process ends without a farewell to Mooncake: closing its client in a call crashes it.
+FD is a socket. Its first packet is a `Setup`; each further one brings a socket and a memory file for a connection,
+which a thread of its own serves. When FD is closed, the calls under way are finished, so that no half-stored object
+blocks its key at the master, and the process ends without a farewell to Mooncake: closing its client during a call
+crashes it.
 
-An object has two names at the master, `KEY.0` and `KEY.1`, of which one is used at a time. A put of a name that is there
-keeps the old bytes, an upsert of the same size overwrites them under its readers, and between a removal and a put there
-is nothing. So an object is replaced by storing the other name, and then removing the first; where both are there,
-readers take the first.
+An object has two names at the master, `KEY.0` and `KEY.1`, of which one is used at a time. A put of a name that is
+there keeps the old bytes, an upsert of the same size overwrites them under its readers, and between a removal and a put
+there is nothing. So an object is replaced by storing the other name, and then removing the one that was there; where
+both are there, readers take the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -29,6 +32,7 @@ from lmcache_mooncake.messages import (
     BUSY,
     CHECKSUM_BYTES,
     DAMAGED,
+    FULL,
     NOT_THERE,
     PACKET_BYTES_MAX,
     TOO_LARGE,
@@ -41,6 +45,7 @@ from lmcache_mooncake.settings import ETCD
 
 _FINISH_S = 10.0  # for calls under way, when the server is gone
 _CONNECT_S = 2.0
+_PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # for the master's eviction, or for another client's store
 WHEELS = "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine, on machines with CUDA)"
 
 
@@ -53,11 +58,28 @@ class UnavailableError(Exception):
 
 
 class Objects:
-    """What a store of Mooncake holds, under two names for each object. `base`: where the shared memory begins."""
+    """What a store of Mooncake holds, under two names for each object. `base`: where `memory` begins, which the caller
+    shares with the adapter."""
 
     def __init__(self, store: Any, config: Any) -> None:
         self._store = store
         self._config = config
+        self._changed = threading.Condition()
+        self._changing: set[str] = set()
+
+    @contextmanager
+    def _alone(self, names: Sequence[str]) -> Iterator[None]:
+        """Within it no other call of this process changes these objects."""
+        mine = set(names)
+        with self._changed:
+            self._changed.wait_for(lambda: self._changing.isdisjoint(mine))
+            self._changing |= mine
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changing -= mine
+                self._changed.notify_all()
 
     def exists(self, names: Sequence[str]) -> list[int]:
         """1, 0, or a negative code for each. The first name is asked twice, or an object that moves from the second to
@@ -87,24 +109,38 @@ class Objects:
             for number, code in zip(wanted, found, strict=True):
                 if code in NOT_THERE and codes[number] == DAMAGED:
                     continue
-                codes[number] = code if code < 0 else _checked(memory[at[number] :][:code])
+                codes[number] = code if code < 0 else _checked(names[number], memory[at[number] :][:code])
         return [DAMAGED if code == TOO_LARGE else code for code in codes]
 
     def store(self, names: Sequence[str], base: int, sizes: Sequence[int], memory: memoryview) -> list[int]:
-        """0, or a negative code for each object."""
-        at, count = places(list(sizes)), len(names)
-        for place, nbytes in zip(at, sizes, strict=True):
-            digest = xxhash.xxh3_64_intdigest(memory[place : place + nbytes])
-            memory[place + nbytes :][:CHECKSUM_BYTES] = digest.to_bytes(CHECKSUM_BYTES, "little")
-        first, second = _first(names), _second(names)
+        """0, or a negative code for each object. A full store is asked again: its master evicts when it has refused."""
+        at = places(list(sizes))
+        for name, place, nbytes in zip(names, at, sizes, strict=True):
+            memory[place + nbytes :][:CHECKSUM_BYTES] = _checksum(name, memory[place : place + nbytes])
+        codes = [BUSY] * len(names)
+        with self._alone(names):
+            for pause_s in (0.0, *_PAUSES_S):
+                left = [number for number, code in enumerate(codes) if code in (BUSY, FULL)]
+                if not left:
+                    break
+                time.sleep(pause_s)
+                found = self._put(
+                    [names[number] for number in left],
+                    [base + at[number] for number in left],
+                    [sizes[number] + CHECKSUM_BYTES for number in left],
+                )
+                for number, code in zip(left, found, strict=True):
+                    codes[number] = code
+        return codes
+
+    def _put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        first, second, count = _first(names), _second(names), len(names)
         there = self._store.batch_is_exist([*first, *second])
         into = [second[number] if there[number] == 1 else first[number] for number in range(count)]
         old = [first[number] if there[number] == 1 else second[number] for number in range(count)]
         # Both: the second is what a killed store left, and no reader sees it.
         self._remove([into[number] for number in range(count) if there[number] == there[count + number] == 1])
-        codes = self._store.batch_put_from(
-            into, [base + place for place in at], [nbytes + CHECKSUM_BYTES for nbytes in sizes], self._config
-        )
+        codes = self._store.batch_put_from(into, list(addresses), list(sizes), self._config)
         # 0 also says that somebody else is storing this name, or has stored it.
         codes = self._visible(into, codes)
         replaced = [
@@ -120,7 +156,8 @@ class Objects:
     def delete(self, names: Sequence[str]) -> list[int]:
         """0, or a negative code for each object. Leases are of readers, who notice by the checksum: they do not defer
         a removal."""
-        codes = self._remove([*_first(names), *_second(names)])
+        with self._alone(names):
+            codes = self._remove([*_first(names), *_second(names)])
         return [min(pair) for pair in zip(codes[: len(names)], codes[len(names) :], strict=True)]
 
     def _remove(self, names: Sequence[str]) -> list[int]:
@@ -142,13 +179,15 @@ def _second(names: Sequence[str]) -> list[str]:
     return [f"{name}.1" for name in names]
 
 
-def _checked(stored: memoryview) -> int:
+def _checksum(name: str, content: memoryview) -> bytes:
+    """Of these bytes under this name: the memory of an object that was removed may have another one by now."""
+    return xxhash.xxh3_64_intdigest(content, seed=xxhash.xxh3_64_intdigest(name)).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _checked(name: str, stored: memoryview) -> int:
     """The bytes of an object, if its checksum is right."""
     nbytes = len(stored) - CHECKSUM_BYTES
-    if nbytes < 0:
-        return DAMAGED
-    right = int.from_bytes(stored[nbytes:], "little") == xxhash.xxh3_64_intdigest(stored[:nbytes])
-    return nbytes if right else DAMAGED
+    return nbytes if nbytes >= 0 and stored[nbytes:] == _checksum(name, stored[:nbytes]) else DAMAGED
 
 
 class StoreClient:
@@ -188,7 +227,7 @@ class StoreClient:
             host, setup.metadata, 0, 0, setup.protocol, setup.devices, setup.master, tenant_id=setup.tenant
         )
         if code:
-            cure = "see mooncake's messages in the server's log, with GLOG_minloglevel=0 in its environment"
+            cure = "see Mooncake's messages in the server's log (MC_LOG_LEVEL=INFO in its environment for all)"
             raise UnavailableError(f"Mooncake's client did not start: {code}", cure)
         config = ReplicateConfig()
         config.replica_num = setup.replicas

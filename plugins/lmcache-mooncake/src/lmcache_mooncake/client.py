@@ -110,7 +110,7 @@ class StoreProcess:
         )
         waits_s = str(settings.call_timeout_s)
         self._environment = {
-            "GLOG_minloglevel": "3",  # Mooncake says a line for each object that does not fit
+            "MC_LOG_LEVEL": "ERROR",  # by default Mooncake warns of each object that does not fit
             **os.environ,
             "MC_RPC_TIMEOUT_MS": waits_s + "000",
             "MC_TCP_PROGRESS_TIMEOUT_SEC": waits_s,
@@ -130,7 +130,11 @@ class StoreProcess:
         try:
             os.ftruncate(memory_fd, self._setup.staging_bytes)
             with theirs, self._lock:
-                socket.send_fds(self._running(), [b"c"], [theirs.fileno(), memory_fd])
+                try:
+                    socket.send_fds(self._running(), [b"c"], [theirs.fileno(), memory_fd])
+                except OSError:  # it is ending, and cannot be waited for yet
+                    self._end(0)
+                    socket.send_fds(self._running(), [b"c"], [theirs.fileno(), memory_fd])
         except BaseException as error:
             ours.close()
             os.close(memory_fd)

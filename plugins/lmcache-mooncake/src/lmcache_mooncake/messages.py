@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 ALIGN = 64
-CHECKSUM_BYTES = 8  # xxh3_64 of the object, behind it, little-endian
+CHECKSUM_BYTES = 8  # xxh3_64 of the object, with that of its name as seed; behind it, little-endian
 PACKET_BYTES_MAX = 65536
 
 # Codes of Mooncake that are ordinary answers here.
