@@ -55,6 +55,7 @@ _WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HE
 # The packages of components from the same family, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.L2_ADAPTER, "block"): "lmcache-block",
+    (Kind.L2_ADAPTER, "mooncake"): "lmcache-mooncake",
     (Kind.L2_ADAPTER, "fs"): "lmcache-fs",
     (Kind.L2_ADAPTER, "s3"): "lmcache-s3",
     (Kind.L2_ADAPTER, "redis"): "lmcache-redis",

@@ -1,4 +1,4 @@
-"""Mooncake Store as a tier of lmcache-core. This module only names things: the adapter is imported when a tier uses it."""
+"""Mooncake Store as a tier of lmcache-core. This module only names things: the adapter is imported when it is used."""
 
 from __future__ import annotations
 

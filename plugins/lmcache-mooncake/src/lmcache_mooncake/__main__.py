@@ -181,7 +181,9 @@ def _second(names: Sequence[str]) -> list[str]:
 
 def _checksum(name: str, content: memoryview) -> bytes:
     """Of these bytes under this name: the memory of an object that was removed may have another one by now."""
-    return xxhash.xxh3_64_intdigest(content, seed=xxhash.xxh3_64_intdigest(name)).to_bytes(CHECKSUM_BYTES, "little")
+    return xxhash.xxh3_64_intdigest(content, seed=xxhash.xxh3_64_intdigest(name.encode())).to_bytes(
+        CHECKSUM_BYTES, "little"
+    )
 
 
 def _checked(name: str, stored: memoryview) -> int:
@@ -263,7 +265,13 @@ class Connection:
         self.busy = threading.Lock()  # held by a call under way
 
     def serve(self) -> None:
-        """Until the adapter closes its end."""
+        """Until the adapter closes its end. An error ends the connection, which the adapter sees."""
+        try:
+            self._serve()
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
         while packet := _packet(self._sock):
             with self.busy:
                 try:
@@ -276,7 +284,6 @@ class Connection:
                     self._sock.send(msgspec.msgpack.encode(reply))
                 except OSError:  # the adapter has not waited
                     break
-        self._close()
 
     def _answer(self, request: Request) -> Reply:
         objects = self._client.objects()
