@@ -37,6 +37,10 @@ class TestBlock(PluginPackageContract):
     distribution = "lmcache-block"
 
 
+class TestMooncake(PluginPackageContract):
+    distribution = "lmcache-mooncake"
+
+
 class TestPolicies(PluginPackageContract):
     distribution = "lmcache-policies"
 
