@@ -21,7 +21,7 @@ from lmcache_mooncake.settings import MooncakeSettings
 BUFFERS_MAX = 512  # of one call of the kernel
 ABANDONED_MAX = 4  # calls past their deadlines that still run: then the process is replaced
 _END_S = 0.5
-_CURE = "pip install 'lmcache-mooncake[non-cuda]', or 'lmcache-mooncake[cuda]' on machines with CUDA"
+_CURE = "pip install 'lmcache-mooncake[non-cuda]', or mooncake-transfer-engine on machines with CUDA"
 
 
 class EndedError(Exception):
