@@ -23,6 +23,7 @@ MODULES = {
     "python-dotenv": "dotenv",
     "pyyaml": "yaml",
     "pyzmq": "zmq",
+    "mooncake-transfer-engine-non-cuda": "mooncake",
     "opentelemetry-api": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
