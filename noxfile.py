@@ -16,7 +16,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tools import environments, former, next_python, sanitized
-from tools.packages import ALL, CORE, PACKAGES, ROOT, folders, group, strangers
+from tools.packages import ALL, CORE, PACKAGES, ROOT, folders, group, medium_group, strangers
 from tools.sessions import Claim, over, pytest
 
 nox.options.default_venv_backend = "virtualenv"
@@ -88,7 +88,7 @@ def native(session: nox.Session) -> None:
 def plugin(session: nox.Session, name: str) -> None:
     """One package from its wheel, with its own tests; an adapter's score card. `-- --kit=full` does more of the kit."""
     package = name.removeprefix("lmcache-")
-    environments.install(session, package, tests_of=(package,))
+    environments.install(session, package, groups=("test", *medium_group(package)), tests_of=(package,))
     card = f"--kit-card={ROOT / 'build/cards' / name}.json"
     pytest(session, card, str(PACKAGES[name] / "tests"), *session.posargs)
 
@@ -217,9 +217,8 @@ def matrix(session: nox.Session, backend: str) -> None:
     """End to end, and in trouble, over a real service; one that cannot start is a failure.
     `nox -s "matrix(redis)" -- --endpoint redis://…` tests a service of your own."""
     medium = backend.partition("-")[0]
-    second_doors = () if medium in ("disk", "block") else (f"matrix-{medium}",)
-    tier = {"disk": "fs", "block": "block", "redis": "redis", "s3": "s3"}[medium]
-    environments.install(session, tier, extras="[cli]", groups=("test", *second_doors))
+    tier = "fs" if medium == "disk" else medium
+    environments.install(session, tier, extras="[cli]", groups=("test", *medium_group(medium)))
     pytest(session, "tests/matrix", "--backend", backend, *session.posargs, env={"LMCACHE_CORE_MATRIX": "1"})
 
 

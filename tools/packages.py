@@ -34,6 +34,12 @@ def group(*names: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def medium_group(medium: str) -> tuple[str, ...]:
+    """The dependency group of a medium of the matrix: what its tests need from an index. Some need nothing."""
+    name = f"matrix-{medium}"
+    return (name,) if name in pyproject(ROOT)["dependency-groups"] else ()
+
+
 def ours_of(requirements: Iterable[str]) -> list[str]:
     """Names of our packages among some requirements."""
     names = [re.split(r"[\[<>=!~; ]", each, maxsplit=1)[0] for each in requirements]
