@@ -134,23 +134,39 @@ class Objects:
         return codes
 
     def _put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Replace each object, in steps. One that a step answers with a code for stays as that step left it: what is
+        answered with 0 is what readers see from then on."""
         first, second, count = _first(names), _second(names), len(names)
         there = self._store.batch_is_exist([*first, *second])
-        into = [second[number] if there[number] == 1 else first[number] for number in range(count)]
-        old = [first[number] if there[number] == 1 else second[number] for number in range(count)]
+        pairs = list(zip(there[:count], there[count:], strict=True))
+        codes = [min(0, *pair) for pair in pairs]
+        into = [second[number] if pairs[number][0] == 1 else first[number] for number in range(count)]
+        old = [first[number] if pairs[number][0] == 1 else second[number] for number in range(count)]
+
+        def step(among: Sequence[int], call: Callable[[list[int]], Sequence[int]]) -> None:
+            left = [number for number in among if not codes[number]]
+            for number, code in zip(left, call(left) if left else (), strict=True):
+                codes[number] = code
+
+        every = range(count)
+        replaced = [number for number in every if 1 in pairs[number]]
         # Both: the second is what a killed store left, and no reader sees it.
-        self._remove([into[number] for number in range(count) if there[number] == there[count + number] == 1])
-        codes = self._store.batch_put_from(into, list(addresses), list(sizes), self._config)
+        both = [number for number in every if pairs[number] == (1, 1)]
+        step(both, lambda left: self._remove([into[number] for number in left]))
+        step(
+            every,
+            lambda left: self._store.batch_put_from(
+                [into[number] for number in left],
+                [addresses[number] for number in left],
+                [sizes[number] for number in left],
+                self._config,
+            ),
+        )
         # 0 also says that somebody else is storing this name, or has stored it.
-        codes = self._visible(into, codes)
-        replaced = [
-            number for number in range(count) if not codes[number] and 1 in (there[number], there[count + number])
-        ]
-        self._remove([old[number] for number in replaced])
+        step(every, lambda left: self._visible([into[number] for number in left]))
+        step(replaced, lambda left: self._remove([old[number] for number in left]))
         # Another server may have replaced the same object meanwhile, in the other direction.
-        after = self._visible([into[number] for number in replaced], [0] * len(replaced))
-        for number, code in zip(replaced, after, strict=True):
-            codes[number] = code
+        step(replaced, lambda left: self._visible([into[number] for number in left]))
         return codes
 
     def delete(self, names: Sequence[str]) -> list[int]:
@@ -164,11 +180,10 @@ class Objects:
         found = self._store.batch_remove(list(names), True) if names else []
         return [0 if code in NOT_THERE else code for code in found]
 
-    def _visible(self, names: Sequence[str], codes: Sequence[int]) -> list[int]:
-        """The codes of stores, BUSY for those that nobody sees."""
-        found = self._store.batch_is_exist(list(names)) if 0 in codes else codes
-        seen = {1: 0, 0: BUSY}
-        return [seen.get(there, there) if code == 0 else code for code, there in zip(codes, found, strict=True)]
+    def _visible(self, names: Sequence[str]) -> list[int]:
+        """0 for names that readers see, BUSY for others."""
+        answers = {1: 0, 0: BUSY}
+        return [answers.get(found, found) for found in self._store.batch_is_exist(list(names))]
 
 
 def _first(names: Sequence[str]) -> list[str]:
