@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 from services.mooncake_cluster import NODE_BYTES_MIN, MooncakeCluster, MooncakeDoor
@@ -104,15 +103,7 @@ class TestMooncake(L2AdapterContract):
 
     @pytest.fixture
     def hang(self, cluster: MooncakeCluster) -> AbstractContextManager[None]:
-        @contextmanager
-        def stopped() -> Iterator[None]:
-            cluster.master.send_signal(signal.SIGSTOP)
-            try:
-                yield
-            finally:
-                cluster.master.send_signal(signal.SIGCONT)
-
-        return stopped()
+        return cluster.hang_master()
 
     @pytest.fixture
     def stall(self, proxy: StallingProxy) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from services.mooncake_cluster import NODE_BYTES_MIN, MooncakeCluster
+from services.mooncake_cluster import NODE_BYTES_MIN, MooncakeCluster, stop
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, Result, StoreItem
@@ -138,7 +138,7 @@ def test_a_client_process_that_is_killed_costs_the_call_and_no_more(cluster: Moo
     assert store(adapter, 1).result is Result.DONE
     for turn in range(3):
         pid = adapter.status()["pid"]
-        os.kill(pid, signal.SIGSTOP)  # so that the call is under way when it dies
+        stop(pid)  # so that the call is under way when it dies
         ended = subprocess.Popen([sys.executable, "-c", f"import os; os.kill({pid}, 9)"])
         outcome = load(adapter, 1)
         ended.wait()
@@ -154,7 +154,7 @@ def test_a_client_process_that_hangs_is_replaced_and_no_call_outlives_its_deadli
     adapter = opened(cluster)
     assert store(adapter, 1).result is Result.DONE
     first = adapter.status()["pid"]
-    os.kill(first, signal.SIGSTOP)
+    stop(first)
     for _ in range(ABANDONED_MAX + 1):
         assert load(adapter, 1, 0.2).result is Result.FAILED
     assert load(adapter, 1).result is Result.DONE
@@ -167,7 +167,7 @@ def test_a_late_call_writes_to_no_buffer_of_the_caller(cluster: MooncakeCluster,
     assert store(adapter, 1).result is Result.DONE
     pid = adapter.status()["pid"]
     into = bytearray(NBYTES)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     (outcome,) = adapter.load([LoadItem(key(1), [memoryview(into)])], soon(0.2))
     assert outcome.result is Result.FAILED
     os.kill(pid, signal.SIGCONT)
@@ -216,3 +216,21 @@ def test_caches_with_two_prefixes_do_not_meet(cluster: MooncakeCluster, opened: 
     assert store(one, 1).result is Result.DONE
     assert load(other, 1).result is Result.MISS
     assert one.medium() != other.medium()
+
+
+@pytest.mark.parametrize("soft_pin_s", [3600, None])
+def test_what_is_softly_pinned_is_evicted_last(
+    own_cluster: Callable[..., MooncakeCluster], opened: Open, soft_pin_s: float | None
+) -> None:
+    """Older than what presses it out: without the pin it goes first. Leases end at once here: what is leased stays
+    longer than what is pinned."""
+    cluster = own_cluster(NODE_BYTES_MIN, 1, "--default_kv_lease_ttl=1")
+    pinned, plain = opened(cluster, soft_pin_s=soft_pin_s), opened(cluster)
+    old, new = range(8), range(100, 250)
+    for adapter, numbers in ((pinned, old), (plain, new)):
+        for number in numbers:
+            until_done(lambda adapter=adapter, number=number: store(adapter, number))  # type: ignore[misc]
+    names = cluster.names()
+    assert len(names) < len(old) + len(new), "nothing was evicted"
+    kept = [number for number in old if f"lmcache/{key(number).hex()}.0" in names]
+    assert kept == (list(old) if soft_pin_s else [])

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -80,6 +82,15 @@ class MooncakeCluster:
     def kill_master(self) -> None:
         self.master.kill()
         self.master.wait()
+
+    @contextmanager
+    def hang_master(self) -> Iterator[None]:
+        """Within it the master takes requests and answers none."""
+        stop(self.master.pid)
+        try:
+            yield
+        finally:
+            self.master.send_signal(signal.SIGCONT)
 
     def kill_node(self, number: int = 0) -> None:
         node = self.nodes.pop(number)
@@ -162,6 +173,12 @@ class MooncakeDoor:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def stop(pid: int) -> None:
+    """Stop a child: none of its threads runs once this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 def free_port() -> int:

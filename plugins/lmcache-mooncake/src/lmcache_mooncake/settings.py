@@ -42,7 +42,7 @@ class MooncakeSettings(BaseModel):
     replicas: int = Field(default=1, ge=1, le=16, description="Copies of each object, each on another node.")
     soft_pin_s: float | None = Field(
         default=None,
-        gt=0,
+        ge=1,
         le=86400,
         description="The master evicts objects last for this long after their store. None: no pin.",
     )
