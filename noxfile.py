@@ -34,7 +34,7 @@ OWN_SESSIONS = """contrib/deploy contrib/examples contrib/lmcache-core-vllm/test
 ELSEWHERE = [f"--ignore={path}" for path in OWN_SESSIONS.split()]
 BENCHES = ["rpc", "copy", "pages", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
 HOSTS = ["lmcache", "mlperf", "sglang", "vllm"]
-MATRIX = ["disk", "block", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "s3-moto", "s3-radosgw"]
+MATRIX = ["disk", "block", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "mooncake", "s3-moto", "s3-radosgw"]
 
 
 @nox.session

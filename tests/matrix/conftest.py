@@ -2,7 +2,7 @@
 
 `--backend NAME` (repeatable) says which; by default those whose programs are installed. With `LMCACHE_CORE_MATRIX=1`
 a service that cannot start is a failure, not a skip. `--endpoint` names a service of your own instead of one that
-the tests start: a Redis URL, an S3 endpoint, a directory.
+the tests start: a Redis URL, an S3 endpoint, a Mooncake master, a directory.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ BACKENDS = {
     "redis-tls": ("services.redis_tls", "RedisTls"),
     "redis-sentinel": ("services.redis_sentinel", "RedisSentinel"),
     "redis-cluster": ("services.redis_cluster", "RedisCluster"),
+    "mooncake": ("services.mooncake", "Mooncake"),
     "s3-moto": ("services.moto", "Moto"),
     "s3-radosgw": ("services.radosgw", "RadosGateway"),
 }

@@ -5,39 +5,36 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-START_S = 60.0
+from services.service import Daemon, ServiceError, free_port, wait_healthy
+
 CLIENT_TTL_S = 3  # after which the master forgets a dead node
 NODE_BYTES_MIN = 16 << 20  # Mooncake takes no smaller segment
 WORKER = Path(__file__).with_name("mooncake_door.py")
 
 
-class MooncakeError(Exception):
-    """It does not start, or its wheel is not installed."""
-
-
 class MooncakeCluster:
-    """`mooncake_master` and `mooncake_client`s of the installed wheel, on free ports of 127.0.0.1."""
+    """`mooncake_master` and `mooncake_client`s of the installed wheel, on free ports of 127.0.0.1. Raises
+    `ServiceError` if it is not installed, or does not start."""
 
     def __init__(self, folder: Path, node_bytes: int = 256 << 20, nodes: int = 1, *options: str) -> None:
         found = find_spec("mooncake")
         if found is None or not found.submodule_search_locations:
-            raise MooncakeError("Mooncake is not installed (pip install mooncake-transfer-engine-non-cuda)")
+            raise ServiceError("Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
         self._programs = Path(found.submodule_search_locations[0])
-        self._log = (folder / "mooncake.log").open("ab")
+        self._log = folder / "mooncake.log"
         self._node_bytes = node_bytes
         self._options = options
         self.port, self._admin_port = free_port(), free_port()
-        self.nodes: list[subprocess.Popen[bytes]] = []
+        self._started: list[Daemon] = []
+        self._nodes: list[Daemon] = []
         self._doors: list[MooncakeDoor] = []
         try:
             self.start_master()
@@ -52,7 +49,7 @@ class MooncakeCluster:
         return f"127.0.0.1:{self.port}"
 
     def start_master(self) -> None:
-        self.master = self._run(
+        self._master = self._run(
             "mooncake_master",
             "--rpc_address=127.0.0.1",
             f"--rpc_port={self.port}",
@@ -62,43 +59,43 @@ class MooncakeCluster:
             "--rpc_thread_num=4",
             *self._options,
         )
-        self._until(lambda: "ok" in self.ask("health"), "the master does not answer")
+        wait_healthy("mooncake_master", self.answers, self._master)
 
     def start_node(self) -> None:
         before = len(self.segments())
-        self.nodes.append(
-            self._run(
-                "mooncake_client",
-                "--host=127.0.0.1",
-                f"--port={free_port()}",
-                f"--global_segment_size={self._node_bytes}",
-                f"--master_server_address={self.address}",
-                "--metadata_server=P2PHANDSHAKE",
-                "--protocol=tcp",
-            )
+        node = self._run(
+            "mooncake_client",
+            "--host=127.0.0.1",
+            f"--port={free_port()}",
+            f"--global_segment_size={self._node_bytes}",
+            f"--master_server_address={self.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
         )
-        self._until(lambda: len(self.segments()) > before, "a node does not join")
+        self._nodes.append(node)
+        wait_healthy("mooncake_client", lambda: len(self.segments()) > before, node)
 
     def kill_master(self) -> None:
-        self.master.kill()
-        self.master.wait()
+        self._master.kill()
 
     @contextmanager
     def hang_master(self) -> Iterator[None]:
         """Within it the master takes requests and answers none."""
-        stop(self.master.pid)
+        stop(self._master.pid)
         try:
             yield
         finally:
-            self.master.send_signal(signal.SIGCONT)
+            self._master.signal(signal.SIGCONT)
 
-    def kill_node(self, number: int = 0) -> None:
-        node = self.nodes.pop(number)
-        node.kill()
-        node.wait()
+    def kill_node(self) -> None:
+        self._nodes.pop(0).kill()
 
     def await_nodes(self, count: int) -> None:
-        self._until(lambda: len(self.segments()) == count, f"the master does not know {count} nodes")
+        """Wait until the master knows so many nodes."""
+        wait_healthy(f"a store of {count} nodes", lambda: len(self.segments()) == count, self._master)
+
+    def answers(self) -> bool:
+        return "ok" in self.ask("health")
 
     def segments(self) -> list[str]:
         return self.ask("get_all_segments").split()
@@ -123,24 +120,12 @@ class MooncakeCluster:
     def close(self) -> None:
         for door in self._doors:
             door.close()
-        for process in (*self.nodes, self.master):
-            process.send_signal(signal.SIGCONT)
+        for process in self._started:
             process.kill()
-            process.wait()
-        self._log.close()
 
-    def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [self._programs / program, *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
-        )
-
-    def _until(self, holds: object, otherwise: str) -> None:
-        assert callable(holds)
-        deadline = time.monotonic() + START_S
-        while not holds():
-            if time.monotonic() > deadline or self.master.poll() is not None:
-                raise MooncakeError(otherwise)
-            time.sleep(0.02)
+    def _run(self, program: str, *arguments: str) -> Daemon:
+        self._started.append(Daemon([str(self._programs / program), *arguments], self._log))
+        return self._started[-1]
 
 
 class MooncakeDoor:
@@ -179,9 +164,3 @@ def stop(pid: int) -> None:
     """Stop a child: none of its threads runs once this returns."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
