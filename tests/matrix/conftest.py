@@ -40,7 +40,7 @@ BACKENDS = {
     "redis-tls": ("services.redis_tls", "RedisTls"),
     "redis-sentinel": ("services.redis_sentinel", "RedisSentinel"),
     "redis-cluster": ("services.redis_cluster", "RedisCluster"),
-    "mooncake": ("services.mooncake", "Mooncake"),
+    "mooncake": ("services.mooncake_store", "Mooncake"),
     "s3-moto": ("services.moto", "Moto"),
     "s3-radosgw": ("services.radosgw", "RadosGateway"),
 }

@@ -9,7 +9,7 @@ import pytest
 from matrix_world import KEYS, World
 
 if TYPE_CHECKING:
-    from services.mooncake import Mooncake
+    from services.mooncake_store import Mooncake
 
 pytestmark = pytest.mark.backends("mooncake")
 

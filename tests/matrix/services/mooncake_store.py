@@ -1,4 +1,4 @@
-"""Mooncake Store: a master, and two nodes that lend memory."""
+"""Mooncake Store: a master, and two nodes that lend memory. A file mooncake.py here would hide the library."""
 
 from __future__ import annotations
 
