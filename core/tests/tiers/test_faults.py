@@ -803,6 +803,11 @@ def test_faults_that_go_on_stop_the_stores_of_one_tier_and_not_those_of_others(
     loop.until(lambda: len(good.objects) == 32)
     assert loop.tiering.status()["faults"] == BREAKER_FAILURES
     assert tier.health.writes.state is BreakerState.OPEN
-    monkeypatch.undo()
     loop.jump(BREAKER_PAUSE_S)
-    loop.until(lambda: len(bad.objects) >= 32 - BREAKER_FAILURES)
+    loop.until(lambda: loop.tiering.status()["faults"] == BREAKER_FAILURES + 1)
+    for _ in range(8):
+        loop.turn()
+    assert loop.tiering.status()["faults"] == BREAKER_FAILURES + 1, "it was the probe: another pause begins"
+    monkeypatch.undo()
+    loop.jump(2 * BREAKER_PAUSE_S)
+    loop.until(lambda: len(bad.objects) >= 32 - BREAKER_FAILURES - 1)

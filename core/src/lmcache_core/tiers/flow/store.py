@@ -348,13 +348,17 @@ class StoreController:
             return True
         batch = [queue.popleft()]  # from here on it is in a call, lost for this tier, or back in the queue
         with on_failure(
-            lambda: tier.health.failed(tier.health.stores, StoreCall.what, _FAULT),
+            lambda: self._fault_of(tier),
             lambda: self._lost(name, batch, TierReason.TIER_ERROR, _FAULT),
         ):
             goes_on = self._submit(name, tier, queue, batch)
         if goes_on is None:
             queue.appendleft(batch[0])
         return bool(goes_on)
+
+    def _fault_of(self, tier: Tier) -> None:
+        tier.health.stores.allows(tier.clock.now)  # of an open breaker this was the probe: another pause follows
+        tier.health.failed(tier.health.stores, StoreCall.what, _FAULT)
 
     def _submit(self, name: str, tier: Tier, queue: deque[Dirty], batch: list[Dirty]) -> bool | None:
         """Submit the one in `batch`, and what can go with it. What is lost meanwhile leaves `batch`. False: the lane is

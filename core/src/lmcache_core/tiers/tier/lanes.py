@@ -154,6 +154,7 @@ class Lane:
         self._returns = 0  # calls that have returned, late ones included
         self._returns_seen = 0
         self._quiet_since_s = math.inf  # when the loop last saw that one had returned, or that none was out
+        self._hoped_since_s = math.inf  # the same, where calls that hang do not count as out
         self._silences_s: deque[float] = deque([0.0], _SILENCES)  # the last ones that ended with a return
         self._sequence = 0
         self._closing = False
@@ -191,10 +192,12 @@ class Lane:
     def expire(self, now: float) -> list[Call]:
         """The calls whose deadline has just passed, EXPIRED or LATE; each is reported once."""
         if self._returns_seen != self._returns:
-            self._silences_s.append(now - self._quiet_since_s)
-            self._returns_seen, self._quiet_since_s = self._returns, now
-        elif not self.busy:
-            self._quiet_since_s = now
+            self._silences_s.append(now - self._hoped_since_s)
+            self._returns_seen, self._quiet_since_s, self._hoped_since_s = self._returns, now, now
+        elif not self._queued and len(self._running) == self._hung:
+            self._hoped_since_s = now
+            if not self.busy:
+                self._quiet_since_s = now
         if now < self._soonest:
             return []
         return self._expire(now, lambda call: call.deadline <= now)
