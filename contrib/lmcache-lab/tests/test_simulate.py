@@ -104,6 +104,14 @@ def test_a_tier_hits_what_the_pool_lost_and_its_writes_are_counted(
     assert capsys.readouterr().out.splitlines()[-1].split()[-3:] == ["0.0000", "0.0000", "-"]
 
 
+def test_what_a_store_policy_drops_is_read_from_the_tier(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--policy", "lru", "--capacity", "9", "--tier", "9", "--store-policy", "default", "skip_l1", "--json")
+    assert command(str(trace_file), *words) == 0
+    kept, dropped = json.loads(capsys.readouterr().out)
+    assert (kept["hit_rate"], kept["tier_hit_rate"]) == (pytest.approx(4 / 9, abs=1e-6), 0.0)
+    assert (dropped["hit_rate"], dropped["tier_hit_rate"]) == (0.0, pytest.approx(4 / 9, abs=1e-6))
+
+
 @pytest.mark.parametrize(
     ("words", "error", "says"),
     [

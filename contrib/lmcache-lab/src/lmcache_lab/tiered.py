@@ -74,6 +74,11 @@ class _Pool:
     def __contains__(self, block: int) -> bool:
         return block in self._resident
 
+    def drop(self, block: int) -> None:
+        """The store policy wants it in the tier only."""
+        if block in self._resident:
+            self._policy.remove((self._resident.pop(block)[0],))
+
     def use(self, block: int) -> tuple[StoreCandidate, bool] | None:
         """Access it, or take it in (True). None: the policy named no victim for it."""
         fresh = block not in self._resident
@@ -105,7 +110,7 @@ def replay_tiered(
     order: Order = Order.FORWARD,
 ) -> TieredResult:
     """As `replay`, with a tier of `tier` blocks, which loses first what was used longest ago. Leading blocks that the
-    pool lacks and the tier has are loaded. `names`: of the two policies, for the result."""
+    pool lacks and the tier has are loaded, and stay in the pool. `names`: of the two policies, for the result."""
     check_capacity(capacity)
     check_capacity(tier)
     pool, behind = _Pool(policy, capacity), _Tier(tier)
@@ -138,4 +143,6 @@ def replay_tiered(
             stored = list(batch)
             for at in plan.targets.get(behind.view.name, ()):
                 behind.store(stored[at])
+            for at in plan.drop:
+                pool.drop(stored[at])
     return TieredResult(trace.name, *names, capacity, tier, hits, tier_hits, behind.written, references)
