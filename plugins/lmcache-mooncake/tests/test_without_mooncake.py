@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import socket
 import time
 
 import pytest
@@ -11,8 +14,18 @@ from pydantic import ValidationError
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import AdapterContext, Result, StoreItem
 from lmcache_mooncake.adapter import MooncakeAdapter
+from lmcache_mooncake.client import CallLane, StoreProcess
 from lmcache_mooncake.errors import refusal
-from lmcache_mooncake.messages import ALIGN, BUSY, CHECKSUM_BYTES, FULL, places, room_bytes
+from lmcache_mooncake.messages import (
+    ALIGN,
+    BUSY,
+    CHECKSUM_BYTES,
+    FULL,
+    PACKET_BYTES_MAX,
+    Request,
+    places,
+    room_bytes,
+)
 from lmcache_mooncake.settings import MooncakeSettings
 
 
@@ -26,6 +39,21 @@ def test_a_wheel_that_is_missing_is_said_with_the_cure(monkeypatch: pytest.Monke
         assert outcome.result is Result.FAILED
         assert not outcome.retryable
         assert adapter.status() == {"pid": 0, "starts": 0, "late_calls": 0}
+
+
+def test_a_late_call_that_has_ended_gives_its_memory_back_when_somebody_looks() -> None:
+    process = StoreProcess(MooncakeSettings(), "far")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        with contextlib.closing(CallLane(process, ours, os.memfd_create("objects"))) as lane:
+            with pytest.raises(TimeoutError):
+                lane.call(Request("exists", ["a"]), time.monotonic() + 0.05)
+        assert process.status()["late_calls"] == 1
+        theirs.recv(PACKET_BYTES_MAX)
+        theirs.send(b"the answer")
+        assert process.status()["late_calls"] == 0
+        with pytest.raises(ConnectionError):
+            theirs.recv(1)
 
 
 @pytest.mark.parametrize("master", ["", "nowhere", "host:0", "host:70000", "host:1:2"])

@@ -1,9 +1,9 @@
 """The process that has Mooncake's client: `python -m lmcache_mooncake FD`, started by the adapter.
 
 FD is a socket. Its first packet is a `Setup`; each further one brings a socket and a memory file for a connection,
-which a thread of its own serves. When FD is closed, the calls under way are finished, so that no half-stored object
-blocks its key at the master, and the process ends without a farewell to Mooncake: closing its client during a call
-crashes it.
+which a thread of its own serves. When FD is closed, the calls under way have a while to end (a half-stored object
+blocks its key at the master), unless the adapter kills the process, and it ends without a farewell to Mooncake: closing
+its client during a call crashes it.
 
 An object has two names at the master, `KEY.0` and `KEY.1`, of which one is used at a time. A put of a name that is
 there keeps the old bytes, an upsert of the same size overwrites them under its readers, and between a removal and a put
@@ -344,8 +344,9 @@ def main() -> None:
         thread.start()
         connections = [each for each in connections if each[0].is_alive()]
         connections.append((thread, connection))
+    until = time.monotonic() + _FINISH_S
     for _, connection in connections:
-        connection.busy.acquire(timeout=_FINISH_S)
+        connection.busy.acquire(timeout=max(0.0, until - time.monotonic()))
     os._exit(0)
 
 

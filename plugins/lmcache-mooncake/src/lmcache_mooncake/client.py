@@ -153,6 +153,11 @@ class StoreProcess:
 
     def status(self) -> dict[str, int]:
         """The process's id (0: none runs), how often one was started, and calls of it that have outlived a deadline."""
+        if self._lock.acquire(blocking=False):  # else it is ending, and has forgotten them
+            try:
+                self._forget_ended()
+            finally:
+                self._lock.release()
         process = self._process
         pid = process.pid if process is not None and process.returncode is None else 0
         return {"pid": pid, "starts": self.starts, "late_calls": len(self._abandoned)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lmcache_core.protocol.hostport import HostPort
+from lmcache_core.settings.sizes import Size
 
 ETCD = "etcd://"
 
@@ -46,7 +47,7 @@ class MooncakeSettings(BaseModel):
         le=86400,
         description="The master evicts objects last for this long after their store. None: no pin.",
     )
-    staging_bytes: int = Field(
+    staging_bytes: Size = Field(
         default=64 << 20,
         ge=1 << 20,
         le=4 << 30,
