@@ -179,7 +179,7 @@ def test_a_lookup_of_more_than_an_answer_holds_is_refused_before_it_is_made(
     )
     one = space(lengths=Lengths(1, 1, 1), step_tokens=1, kv_ranks=64)
     call(client, registration(Chunks(client, one, prefixes(), PREFIX_TOKENS), "one"))
-    with pytest.raises(LimitError, match="1,000 chunks for 64 ranks are 64,000 keys, and the limit is 992"):
+    with pytest.raises(LimitError, match="1,000 chunks for 64 ranks are 64,000 keys, and the limit is 960"):
         call(client, UnifiedLookup(space="one", tokens=[5] * 1000))
     call(client, registration(Chunks(client, one, prefixes(), 1), "every token"))
     with pytest.raises(LimitError, match="has 1,280,000 keys, and the limit is 65,536"):

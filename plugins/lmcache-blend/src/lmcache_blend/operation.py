@@ -29,7 +29,7 @@ from lmcache_core.server.operation import OperationContext, ServerOperation
 
 OPERATION = "blend"
 SPACES_MAX = 64  # registered: each has some hundred namespaces at most
-KEYS_MAX = FRAME_BYTES_MAX // 66  # of chunks, as an answer holds them: 64 hexadecimal digits and their length
+CHUNK_BYTES, KEY_BYTES = 72, 66  # of an answer: a chunk without its keys, and a key in hexadecimal digits
 PREFIX_KEYS_MAX = 1 << 16  # of prefixes of all ranks, which are looked up and not answered: some 50 ms of a lane
 PLANNERS_MAX = 8  # of all spaces, by what prefixes depend on besides: each may remember 10 MB of counts
 
@@ -104,8 +104,10 @@ class BlendOperation(ServerOperation):
                 f"a prefix of {len(call.tokens):,} tokens for {len(chunks.prefixes)} ranks has {prefix_keys:,} keys, "
                 f"and the limit is {PREFIX_KEYS_MAX:,}: ask for fewer tokens at once"
             )
+        ranks = chunks.space.kv_ranks
+        keys_max = FRAME_BYTES_MAX // (CHUNK_BYTES + KEY_BYTES * ranks) * ranks
         found = chunks.find(
-            call.tokens, call.marks, extra=bytes.fromhex(call.extra), wait_s=call.wait_s, keys_max=KEYS_MAX
+            call.tokens, call.marks, extra=bytes.fromhex(call.extra), wait_s=call.wait_s, keys_max=keys_max
         )
         room = chunks.space.room
         with self._lock:
