@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core import Client, Layout, Status
 from lmcache_core.errors import CacheError, SettingsError, UsageError
+from lmcache_core.guard import guarded
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import RankFacts
@@ -149,12 +150,9 @@ class ChunkStores:
             if len(self._running) >= STORES_WAITING_MAX:
                 self._counters.add("save_dropped_chunks")
                 continue
-            try:
-                layers = self._read(each)
-            except UsageError as error:
-                self._refused(error)
-                continue
-            self._running.append(self._thread.submit(self._store, each, layers))
+            layers = guarded(self._refused, self._read, each)
+            if layers is not None:
+                self._running.append(self._thread.submit(self._store, each, layers))
 
     def hear(self) -> None:
         """Count what has ended."""

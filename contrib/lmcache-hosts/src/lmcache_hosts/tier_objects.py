@@ -380,7 +380,7 @@ class TierObjects:
                 self.counts["there_already"] += 1
                 request.answer(position, True)
             elif name in self._arrivals:
-                request.memory[position].take_back()  # equal keys have equal bytes: one of them is stored
+                request.memory[position].take_back()  # equal keys have equal bytes: the first is stored, or none
                 self._arrivals[name].join(target)
                 self.counts["joined"] += 1
             elif len(self._queue) >= QUEUED_OBJECTS_MAX:
