@@ -234,3 +234,12 @@ def test_room_is_made_of_what_nobody_asked_for() -> None:
     held = [(1, key(number)) in world.index for number in range(24)]
     assert all(held[:6])
     assert sum(held) == 24 - 10
+
+
+def test_whoever_asks_what_is_kept_sees_what_was_adopted_a_moment_ago() -> None:
+    world = RestartedWorld()
+    session = world.join()
+    world.settle(session, world.store(session, 1, 1, [1, 2, 3]), None, "commit")
+    world.restart(0)
+    assert [item.key for item in world.kernel.kept(1, [key(2), key(4)])] == [key(2)]
+    assert world.kernel.adoption.under_way, "the others are not made for it"

@@ -456,6 +456,7 @@ class Kernel:
     def kept(self, namespace: int, keys: Sequence[bytes]) -> list[Incarnation]:
         """The ready ones of these keys, without those that are dropped after their first reader. Does not count as
         use."""
+        self.adoption.touch(namespace, keys)
         table = self._residents.table.of(namespace)
         found = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
         return [item for item in found if item.state is State.READY and not item.temporary]
