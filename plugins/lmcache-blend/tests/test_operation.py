@@ -19,7 +19,7 @@ from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missin
 from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope
 from lmcache_blend.described import registration
 from lmcache_blend.messages import Answer, BlendRequest, ListSpaces, PlanPrompt, Space, UnifiedLookup, UnregisterRope
-from lmcache_blend.operation import OPERATION, SPACES_MAX
+from lmcache_blend.operation import OPERATION, SPACES_MAX, BlendOperation
 from lmcache_core import Client, Server
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.tokens.keys import chunk_keys
@@ -151,6 +151,31 @@ def test_nobody_replaces_a_space_that_another_has_registered(start: Callable[...
         assert len(call(second, UnifiedLookup(space="small", tokens=TEXT.tolist())).matches) == there
         call(second, UnregisterRope(space="small"))
         assert not call(first, ListSpaces()).spaces
+
+
+def test_a_plan_of_a_space_whose_name_is_anothers_meanwhile_leaves_that_one_nothing(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {salt: dataclasses.replace(prefixes(), tenant_salt=salt) for salt in ("one", "two")}
+    calls = {
+        salt: registration(Chunks(client, space(tenant_salt=salt), each, PREFIX_TOKENS), "small")
+        for salt, each in own.items()
+    }
+    keys = chunk_keys(TEXT, own["two"], PREFIX_TOKENS)[:3]
+    client.store(keys, [np.zeros(layout_of(PREFIX_TOKENS).shape, np.float32)] * 3, namespace=own["two"])
+    wanted = PlanPrompt(space="small", documents=[TEXT[:60].tolist()])
+    plan = BlendOperation._plan
+
+    def slow(operation: BlendOperation, *found: Any) -> Answer:
+        monkeypatch.setattr(BlendOperation, "_plan", plan)
+        call(client, UnregisterRope(space="small"))  # while the plan is on its way
+        call(client, calls["two"])
+        return plan(operation, *found)
+
+    call(client, calls["one"])
+    monkeypatch.setattr(BlendOperation, "_plan", slow)
+    assert call(client, wanted).reused_tokens == 0
+    assert call(client, wanted).reused_tokens == 3 * PREFIX_TOKENS
 
 
 def test_two_salts_never_find_each_others_chunks(client: Client) -> None:

@@ -52,7 +52,8 @@ class BlendOperation(ServerOperation):
             call_timeout_s=CALL_TIMEOUT_S,
         )
         self._spaces: dict[str, _Registered] = {}
-        self._planners: dict[tuple[str, bytes], Planner] = {}
+        # By the chunks themselves: a plan may outlive its space, whose name may be another's by then.
+        self._planners: dict[tuple[Chunks, bytes], Planner] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(("registered", "lookups", "plans"), 0))
         self._lock = threading.Lock()
 
@@ -92,9 +93,10 @@ class BlendOperation(ServerOperation):
 
     def _unregister(self, name: str) -> Answer:
         with self._lock:
-            if self._spaces.pop(name, None) is None:
+            gone = self._spaces.pop(name, None)
+            if gone is None:
                 raise _unknown(name)
-            self._planners = {key: each for key, each in self._planners.items() if key[0] != name}
+            self._planners = {key: each for key, each in self._planners.items() if key[0] is not gone.chunks}
         return Answer()
 
     def _lookup(self, chunks: Chunks, call: UnifiedLookup) -> Answer:
@@ -131,12 +133,12 @@ class BlendOperation(ServerOperation):
                 f"the space {call.space!r:.80} was registered without prefixes: there is nothing to plan by"
             )
         with self._lock:
-            planner = self._planners.pop((call.space, extra), None)
+            planner = self._planners.pop((chunks, extra), None)
             if planner is None:
                 planner = Planner(self._client, chunks.prefixes[0], chunks.prefix_chunk_tokens, extra=extra)
             while len(self._planners) >= PLANNERS_MAX:
                 del self._planners[next(iter(self._planners))]  # it only loses what it has counted
-            self._planners[call.space, extra] = planner  # the last one to go
+            self._planners[chunks, extra] = planner  # the last one to go
             self._counts["plans"] += 1
         plan = planner.plan(call.system, call.documents, call.question)
         return Answer(order=list(plan.order), reused_tokens=plan.reused_tokens, tokens=plan.tokens)
