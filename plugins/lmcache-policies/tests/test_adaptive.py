@@ -16,9 +16,11 @@ from lmcache_core.policies import Entry, EvictionPolicy
 from lmcache_core.policies.lru import LruEviction
 from lmcache_lab.simulation import Order, SimulatedEntry, replay
 from lmcache_lab.workloads import SyntheticSettings, Trace, synthetic_trace
+from lmcache_policies import adaptive
 from lmcache_policies.adaptive import AdaptivePolicy
 from lmcache_policies.expected_reuse import ExpectedReuse
 from lmcache_policies.sample import SAMPLED_KEYS_MAX, SAMPLED_OBJECTS, Sample
+from lmcache_policies.settings import AdaptiveSettings
 from lmcache_testing.eviction_machine import run_machine
 
 FIXED = ("lru", "lruk", "arc", "s3fifo", "fifo", "lfu", "mru")
@@ -181,7 +183,7 @@ class Breaks(LruEviction):
 
 
 def test_a_policy_that_is_watched_and_fails_is_watched_no_longer(caplog: pytest.LogCaptureFixture) -> None:
-    sample = Sample(CAPACITY, 1.0, ExpectedReuse(), {"breaks": Breaks(), "lru2": LruEviction()})
+    sample = Sample(CAPACITY, 1.0, ExpectedReuse(), {"breaks": Breaks, "lru2": LruEviction})
     for number in range(3000):
         sample.use(number, 1, number + 1)
     assert "breaks" not in sample.describe()["hit_share"]
@@ -189,6 +191,36 @@ def test_a_policy_that_is_watched_and_fails_is_watched_no_longer(caplog: pytest.
     assert [record.message for record in caplog.records] == [
         "the policy 'breaks' is watched no longer: its shadow cache failed"
     ]
+
+
+class BreaksAtOnce(LruEviction):
+    """Cannot be used, and cannot be built twice."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        BreaksAtOnce.built += 1
+        if BreaksAtOnce.built > 1:
+            raise RuntimeError("not again")
+
+    def resize(self, capacity_bytes: int) -> None:
+        raise RuntimeError("no size is right")
+
+
+def test_a_policy_that_cannot_be_watched_leaves_the_store_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(adaptive, "_makers", lambda names: {"breaks": BreaksAtOnce, "lru2": LruEviction})
+    policy = AdaptivePolicy(AdaptiveSettings(watch=("breaks", "lru2")))
+    for capacity in (CAPACITY, 2 * CAPACITY):  # another sample each time
+        policy.resize(capacity)
+        entries = [SimulatedEntry((capacity + number).to_bytes(32, "big"), 1) for number in range(100)]
+        policy.insert(entries)
+        assert "lru2" in policy.status()["hit_share"]
+        policy.remove(entries)  # each is known to it
+    faults = [record for record in caplog.records if "'breaks' is watched no longer" in record.message]
+    assert [str(record.exc_info[1]) for record in faults if record.exc_info] == ["no size is right", "not again"]
 
 
 @pytest.mark.parametrize(("name", "says"), [("arc", "has a shadow of 'arc' anyway"), ("s4fifo", "s4fifo")])

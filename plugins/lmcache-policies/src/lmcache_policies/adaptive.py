@@ -140,12 +140,7 @@ class AdaptivePolicy(SizedPolicy):
 
     def _take_sample(self) -> None:
         self._sampled_for = (self.capacity_bytes, self._mean_bytes)
-        self.sample = Sample(
-            self.capacity_bytes,
-            self._mean_bytes,
-            self._expected,
-            {name: make() for name, make in self._watched.items()},
-        )
+        self.sample = Sample(self.capacity_bytes, self._mean_bytes, self._expected, self._watched)
 
     def _judge(self) -> None:
         verdict = self.sample.judge(self.order)

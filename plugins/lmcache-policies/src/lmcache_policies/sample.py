@@ -8,7 +8,7 @@ simulations", USENIX ATC 2017.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
 from types import MappingProxyType
@@ -70,10 +70,10 @@ class Sample:
         capacity_bytes: int,
         object_bytes: float,
         expected: ExpectedReuse,
-        watched: Mapping[str, EvictionPolicy] = MappingProxyType({}),
+        watched: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType({}),
     ) -> None:
         """`object_bytes`: the mean size of objects. About `SAMPLED_OBJECTS` of a full store are in the sample.
-        `watched`: new policies by name, which are shown beside the orders."""
+        `watched`: what makes new policies, by name, which are shown beside the orders."""
         objects = max(1.0, capacity_bytes / max(1.0, object_bytes))  # in the sample, once it has been divided
         expected.period_uses = max(PERIOD_USES_MIN, int(objects) // 4)
         self.bits = 0
@@ -102,7 +102,9 @@ class Sample:
         self._unit_uses = 0
         self._leads = [[0.0] * count for _ in range(count)]
         self._squares = [[0.0] * count for _ in range(count)]
-        self._watched = {name: Watched(policy, self.capacity_bytes) for name, policy in watched.items()}
+        self._watched: dict[str, Watched] = {}
+        for name, make in watched.items():
+            guarded(partial(self._blame, name), self._watch, name, make)
         self._uses_min = EVIDENCE_CAPACITIES * objects
         self._fading = 1.0 - 1.0 / max(8.0, MEMORY_CAPACITIES * objects / UNIT_USES)
 
@@ -140,8 +142,11 @@ class Sample:
                 break
             self._forget(self._by_use.newer)
 
+    def _watch(self, name: str, make: Callable[[], EvictionPolicy]) -> None:
+        self._watched[name] = Watched(make(), self.capacity_bytes)
+
     def _blame(self, name: str, error: BaseException) -> None:
-        del self._watched[name]
+        self._watched.pop(name, None)
         logger.error("the policy %r is watched no longer: its shadow cache failed", name, exc_info=error)
 
     def _seat(self, at: int, shelf: Shelf, past: SampledPast, now: int) -> None:
