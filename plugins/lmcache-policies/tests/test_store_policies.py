@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmcache_core import Kind
+from lmcache_core import Client, Kind, Layout, Namespace
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.policies import StoreCandidate, StorePolicy, TierView
+from lmcache_testing.embedded import NAMELESS, Json, embedded_server
+from lmcache_testing.waiting import until
 
 TIERS = [TierView("ssd", True), TierView("cold", True)]
 
@@ -58,7 +62,50 @@ def test_wear_aware_does_not_count_a_store_that_no_tier_could_take() -> None:
     down = [TierView("ssd", False), TierView("cold", False)]
     assert policy.plan(read(1), down).targets == {}
     assert policy.plan(read(1), [TierView("ssd", True), down[1]]).targets == {"ssd": [0]}
+    assert policy.plan(read(1), TIERS).targets == {"cold": [0]}
     assert policy.plan(read(1), TIERS).targets == {}
+
+
+def test_wear_aware_gives_a_tier_that_came_later_what_is_read_again() -> None:
+    policy = twice()
+    ssd, cold = TierView("ssd", True, number=1), TierView("cold", True, number=2)
+    policy.plan(made(1, 2), [ssd])
+    assert policy.plan(read(1, 2), [ssd]).targets == {"ssd": [0, 1]}
+    assert policy.plan(read(1), [ssd, cold]).targets == {"cold": [0]}
+    assert policy.plan(read(1, 2), [ssd, cold]).targets == {"cold": [1]}
+    replaced = ssd._replace(number=3)
+    assert policy.plan(read(1), [replaced, cold]).targets == {"ssd": [0]}
+    assert policy.plan(read(1), [replaced, cold]).targets == {}
+
+
+def test_a_tier_that_comes_while_the_server_runs_gets_what_is_read_again(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_fs")
+    space = Namespace("wear", Layout("uint8", (4096,)))
+    keys = [bytes([n]) * 32 for n in range(8)]
+
+    def files(name: str) -> int:
+        return len([*(tmp_path / name / "objects").glob("*/*")])
+
+    def read(client: Client) -> None:
+        assert client.retrieve(keys, [bytearray(4096) for _ in keys], namespace=space).hits == len(keys)
+
+    disks = {name: {"type": "fs", "path": str(tmp_path / name)} for name in ("one", "two")}
+    wear: Json = {"type": "wear_aware", "writes_per_hit_max": 0}
+    with (
+        embedded_server(tmp_path, l1=NAMELESS, l2={"one": disks["one"]}, store_policy=wear) as server,
+        server.connect() as client,
+    ):
+        client.store(keys, [bytes(4096)] * len(keys), namespace=space)
+        read(client)
+        until(lambda: files("one") == len(keys), "they are read, and stored")
+        client.tiers_add("two", disks["two"])
+        read(client)
+        until(lambda: files("two") == len(keys), "the new tier gets them when they are read again")
+        client.tiers_remove("one")
+        shutil.rmtree(tmp_path / "one")
+        client.tiers_add("one", disks["one"])
+        read(client)
+        until(lambda: files("one") == len(keys), "it is empty under the same name")
 
 
 def test_wear_aware_tells_namespaces_apart_and_forgets_the_oldest() -> None:

@@ -15,6 +15,8 @@ WARM_RETURNS = 256
 SURE = 0.1  # of what is written at once: by so much a change has to pay
 NEVER = -1
 
+_Place = tuple[str, int]  # name and number of a tier
+
 
 class _Shadow:
     """A tier without bytes: a clock of the bytes that a rule would have written to it.
@@ -50,13 +52,13 @@ class _Shadow:
 class _Seen:
     """What is known of one object. `at_once`, `at_reuse`: when it was last used in each shadow tier."""
 
-    __slots__ = ("at_once", "at_reuse", "generation", "stored")
+    __slots__ = ("at_once", "at_reuse", "generation", "given")
 
     def __init__(self, generation: int, at_once: int) -> None:
         self.generation = generation
         self.at_once = at_once
         self.at_reuse = NEVER
-        self.stored = False  # to the tiers, by us
+        self.given: tuple[_Place, ...] = ()  # the tiers that were to store it, of those that are there
 
 
 class WearAwareStore(StorePolicy):
@@ -67,8 +69,9 @@ class WearAwareStore(StorePolicy):
     its lifetime, and the place of others; where most are, waiting loses their first return.
 
     Two shadow tiers, one for each rule, say what each would have written and hit: whatever returns after the L1 lost it
-    has a new generation, whether a tier had it or it was computed again. An object goes to every healthy tier and stays
-    in the L1. One whose history is lost (too long ago, server restarted) counts as new. Costs O(1) an object.
+    has a new generation, whether a tier had it or it was computed again. An object goes once to every healthy tier, to
+    one that comes later (new, replaced, healthy again) when it is asked for again, and stays in the L1. One whose
+    history is lost (too long ago, server restarted) counts as new. Costs O(1) an object.
 
     Source: "cache on second hit" as in Maggs and Sitaraman, "Algorithmic nuggets in content delivery", CCR 2015, with
     an exact bounded history instead of their Bloom filter; the shadows as in `sample.py`.
@@ -85,13 +88,26 @@ class WearAwareStore(StorePolicy):
         self._asks = self._returns = 0
 
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
-        targets = [tier.name for tier in tiers if tier.healthy]
+        there = [(tier.name, tier.number) for tier in tiers]
+        healthy = {place for place, tier in zip(there, tiers, strict=True) if tier.healthy}
         capacity = max((inf if tier.capacity_bytes is None else tier.capacity_bytes for tier in tiers), default=inf)
-        positions = [at for at, each in enumerate(batch) if self._wants(each, capacity, bool(targets))]
+        targets: dict[str, list[int]] = {}
+        lacking: dict[tuple[_Place, ...], tuple[Sequence[str], tuple[_Place, ...]]] = {}  # by what was given before
+        for at, each in enumerate(batch):
+            seen, wanted = self._ask(each, capacity)
+            if not wanted:
+                continue
+            if seen.given not in lacking:
+                after = tuple(place for place in there if place in seen.given or place in healthy)
+                lacking[seen.given] = [name for name, number in after if (name, number) not in seen.given], after
+            names, seen.given = lacking[seen.given]
+            for name in names:
+                targets.setdefault(name, []).append(at)
         self._judge(len(batch))
-        return StorePlan(dict.fromkeys(targets, positions) if positions else {})
+        return StorePlan(targets)
 
-    def _wants(self, candidate: StoreCandidate, capacity: float, can_store: bool) -> bool:
+    def _ask(self, candidate: StoreCandidate, capacity: float) -> tuple[_Seen, bool]:
+        """Returns whether the tiers shall have it, too."""
         number = fingerprint(candidate.key, candidate.namespace)
         seen: _Seen | None = self._history.get_fingerprint(number)
         again = seen is not None
@@ -100,11 +116,9 @@ class WearAwareStore(StorePolicy):
         else:
             self._note(seen, candidate, capacity)
             if not candidate.reused:
-                seen.stored = False  # no tier returned it, so none has it any more
-        wanted = can_store and not seen.stored and (again or self.stores_at_once)
-        seen.stored = seen.stored or wanted
+                seen.given = ()  # no tier returned it, so none has it any more
         self._history.put_fingerprint(number, candidate.nbytes, seen)
-        return wanted
+        return seen, again or self.stores_at_once
 
     def _note(self, seen: _Seen, candidate: StoreCandidate, capacity: float) -> None:
         nbytes = candidate.nbytes
