@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.limits import ERROR_CHARS_MAX
+from lmcache_core_vllm import request_params
 from lmcache_core_vllm.request_params import UNLIMITED, RequestParams
 
 
@@ -55,6 +57,8 @@ def test_tiers_are_chosen_by_name_or_by_the_medium_as_vllm_calls_it(given: Any, 
         ({"max_offload_tokens": 6.5}, "max_offload_tokens is 6.5"),
         ({"max_ofload_tokens": 0}, "did you mean 'max_offload_tokens'?"),
         ({"store_chunk": 1}, "store_chunk is 1: give true or false"),
+        ({f"of another {number}": 1 for number in range(65)}, "has 65 names: at most 64"),
+        ({"kv_load_tiers": [{"tier": "disk"}] * 65}, "kv_load_tiers has 65 entries: give 64 at most"),
         ({"store_chunks": True}, "did you mean 'store_chunk'?"),
         ({"kv_load_tiers": "disk"}, "kv_load_tiers is 'disk': give a list"),
         ({"kv_load_tiers": {"tier": "disk"}}, "give a list"),
@@ -68,3 +72,18 @@ def test_bad_values_refuse_the_request_and_say_why(params: dict[str, Any], why: 
     found = RequestParams.of(params)
     assert why in found.refused
     assert (found.load_end(100, 900), found.store_end(900), found.tiers) == (100, 0, ())
+
+
+@pytest.mark.parametrize("name", ["lmcache_core_refused", "max_load_tokens"])
+def test_what_a_client_sent_is_quoted_in_one_short_line_that_steers_nothing(name: str) -> None:
+    refused = RequestParams.of({name: "\x1b[31m\nWARNING forged" + "x" * 1_000_000}).refused
+    assert "forged" in refused
+    assert refused.isprintable()
+    assert len(refused) <= ERROR_CHARS_MAX
+
+
+def test_a_long_name_is_not_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(request_params.difflib, "get_close_matches", lambda name, *more: compared.append(name) or [])
+    assert RequestParams.of({"x" * 1_000_000: 1, "store_chunk": True}).store_chunk
+    assert compared == ["x" * request_params.NAME_CHARS]

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import UsageError, excerpt
 
 NAMES = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers", "store_chunk")
 REFUSED = "lmcache_core_refused"  # in the `kv_transfer_params` of the answer
 CHUNK_REFUSED = "lmcache_core_chunk_refused"  # as well
+NAMES_MAX = 64  # of all connectors: each is compared with ours, on the thread that schedules every request
+NAME_CHARS = 32  # of each that are compared
+TIERS_MAX = 64  # that one request names
 MEDIA = ("CPU", "STORAGE")  # vLLM's: here the pool, which is always read, and the tiers
 
 
@@ -43,8 +46,9 @@ class RequestParams:
 
     @classmethod
     def refuse(cls, why: str) -> RequestParams:
-        """Those of a request that nothing is loaded for and nothing stored of."""
-        return cls(0, 0, (), why)
+        """Those of a request that nothing is loaded for and nothing stored of. `why` may have what its client sent: it
+        is logged, and answered."""
+        return cls(0, 0, (), excerpt(why))
 
     def load_end(self, computed: int, limit: int) -> int:
         """The last token that may be loaded behind the `computed` ones, at most `limit`."""
@@ -63,8 +67,10 @@ def _parsed(params: Mapping[str, Any]) -> RequestParams:
         raise UsageError(f"kv_transfer_params is {params!r}: give an object")
     if params.get(REFUSED):
         raise UsageError(str(params[REFUSED]))
+    if len(params) > NAMES_MAX:
+        raise UsageError(f"kv_transfer_params has {len(params):,} names: at most {NAMES_MAX} are looked at")
     for name in params:
-        near = () if name in NAMES else difflib.get_close_matches(str(name), NAMES, 1, 0.9)
+        near = () if name in NAMES else difflib.get_close_matches(str(name)[:NAME_CHARS], NAMES, 1, 0.9)
         if near:
             raise UsageError(f"kv_transfer_params has no {name!r}: did you mean {near[0]!r}?")
     tiers = params.get("kv_load_tiers")
@@ -87,6 +93,8 @@ def _tiers(given: object) -> tuple[str, ...] | None:
         return None
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UsageError(f'kv_transfer_params: kv_load_tiers is {given!r}: give a list, such as [{{"tier": "disk"}}]')
+    if len(given) > TIERS_MAX:
+        raise UsageError(f"kv_transfer_params: kv_load_tiers has {len(given):,} entries: give {TIERS_MAX} at most")
     named = [_tier(each) for each in given]
     return None if None in named else tuple(name for name in named if name)
 
