@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import UsageError, excerpt
+from lmcache_core.limits import TIER_NAME_CHARS_MAX
 
 NAMES = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers", "store_chunk")
 REFUSED = "lmcache_core_refused"  # in the `kv_transfer_params` of the answer
@@ -108,7 +109,8 @@ def _tier(entry: object) -> str | None:
         )
     name, medium = entry.get("tier"), entry.get("medium")
     if "tier" in entry:
-        if not isinstance(name, str) or not name:
+        # Another one cannot be sent: that would count as a server that refuses everybody.
+        if not isinstance(name, str) or not 0 < len(name) <= TIER_NAME_CHARS_MAX or not name.isprintable():
             raise UsageError(f"kv_transfer_params: kv_load_tiers names the tier {name!r}: give its name in the server")
         return name
     if medium is None:
