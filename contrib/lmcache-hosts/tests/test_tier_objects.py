@@ -19,6 +19,7 @@ from lmcache_core.native import native
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum
 from lmcache_core.tiers.tier.breaker_states import BreakerState
+from lmcache_hosts import tier_objects
 from lmcache_hosts.naming import BlockFormat, object_key
 from lmcache_hosts.requests import HostKey, HostObject, LentMemory
 from lmcache_hosts.settings import HostSettings, open_objects
@@ -235,6 +236,58 @@ def busy(objects: TierObjects) -> Iterator[None]:
         yield
     finally:
         go.set()
+
+
+@pytest.fixture
+def patient(adapter: GatedAdapter, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierObjects]:
+    """Nothing but a notice ends the pauses of its loop."""
+    monkeypatch.setattr(tier_objects, "_IDLE_TURN_S", 3600.0)
+    hosted = tier_over(adapter)
+    yield hosted
+    adapter.release()
+    hosted.close()
+
+
+def closing(objects: TierObjects) -> threading.Thread:
+    thread = threading.Thread(target=objects.close, args=(3600.0,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_close_ends_with_the_last_call(patient: TierObjects, adapter: GatedAdapter) -> None:
+    assert patient.store([stored(1)]).result() == [True]
+    adapter.hold("delete")
+    patient.remove([key(1)])
+    adapter.entered["delete"].acquire()
+    thread = closing(patient)
+    adapter.release()
+    until(lambda: not thread.is_alive(), "the close to end")
+    assert not adapter.objects
+
+
+def test_close_is_noticed_by_a_loop_that_is_busy(patient: TierObjects) -> None:
+    with busy(patient):
+        thread = closing(patient)
+        until(lambda: patient.find([key(1)]).done, "the close to begin")  # from then on the answer is no, at once
+    until(lambda: not thread.is_alive(), "the close to end")
+
+
+def test_whoever_waits_for_a_request_goes_on_after_its_callback(objects: TierObjects) -> None:
+    """What a host looks at next is what the callback has changed."""
+    entered, go = threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def slow(answers: Sequence[bool]) -> None:
+        entered.set()
+        go.wait()
+        told.extend(answers)
+
+    request = objects.find([key(1)], slow)
+    entered.wait()
+    seen = request.answered, request.done
+    go.set()
+    assert seen == (True, False)
+    assert request.result() == told == [False]
 
 
 def test_an_error_at_the_beginning_is_a_no_and_leaves_nothing(objects: TierObjects) -> None:

@@ -84,7 +84,7 @@ class Request:
     """What a host has asked for some keys: a yes or no for each. Any thread may answer, and may wait.
 
     `on_done` gets all answers, once, on the thread that gives the last one; it must be quick. What it raises is logged:
-    whoever answers has others to answer, too.
+    whoever answers has others to answer, too. Whoever waits for the request goes on after it.
     """
 
     def __init__(
@@ -124,8 +124,13 @@ class Request:
             self.answer(position, False)
 
     @property
+    def answered(self) -> bool:
+        """Whether every key has an answer: its memory is the host's again."""
+        return not self._left
+
+    @property
     def done(self) -> bool:
-        """Whether every key has an answer."""
+        """Whether `on_done` has been told all answers, too."""
         return self._done.is_set()
 
     def result(self) -> list[bool]:
@@ -136,9 +141,9 @@ class Request:
         return [bool(each) for each in self._answers]
 
     def _finish(self) -> None:
-        self._done.set()
         if self._on_done is not None:
             guarded(_logged, self._on_done, [bool(each) for each in self._answers])
+        self._done.set()
 
 
 def _copied(targets: array[int], sources: array[int], nbytes: int, threads: int, checksums: bool) -> None:

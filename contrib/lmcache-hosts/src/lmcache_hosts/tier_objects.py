@@ -135,6 +135,7 @@ class TierObjects:
         self._epochs = Epochs()
         self._clock = Clock()
         self._wakeup = threading.Condition()
+        self._woken = True  # for the first turn
         self._inbox: deque[Callable[[], None]] = deque()
         self._posted: deque[Posted] = deque()
         self._staging = _Staging()
@@ -201,7 +202,8 @@ class TierObjects:
         with self._wakeup:
             if self._close_by is None:
                 self._close_by = time.monotonic() + drain_s
-            self._wakeup.notify()
+                self._inbox.append(self.tier.hurry)
+                self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():  # else from a host's callback
             self._thread.join(drain_s + _GRACE_S)
 
@@ -224,7 +226,7 @@ class TierObjects:
             request.refuse()
 
         def work() -> None:
-            if request.done and not though_late:
+            if request.answered and not though_late:
                 return  # its memory is the host's again: nobody may join it
             self._open[request] = None
             guarded(failed, begin, request)
@@ -243,17 +245,26 @@ class TierObjects:
             open_ = not self._ended and self._close_by is None
             if open_:
                 self._inbox.append(work)
-                self._wakeup.notify()
+                self._wake()
         return open_
 
     # --- the loop -----------------------------------------------------------------------------------------
     def _post(self, posted: Posted) -> None:
         with self._wakeup:
             self._posted.append(posted)
-            self._wakeup.notify()
+            self._wake()
+
+    def _wake(self) -> None:
+        """With the lock held. The loop takes another turn, also if it does not wait yet."""
+        self._woken = True
+        self._wakeup.notify()
 
     def _run(self) -> None:
         while not self._is_over():
+            with self._wakeup:
+                if not self._woken:
+                    self._wakeup.wait(self._pause_s())
+                self._woken = False
             self._clock.turn()
             for work in self._taken(self._inbox):
                 guarded(_logged, work)
@@ -261,11 +272,8 @@ class TierObjects:
                 guarded(_logged, posted.tell_end)
             guarded(_logged, self.tier.step)
             guarded(_logged, self._submit_stores)
-            for request in [each for each in self._open if each.done]:
+            for request in [each for each in self._open if each.answered]:
                 del self._open[request]
-            with self._wakeup:
-                if not (self._inbox or self._posted):
-                    self._wakeup.wait(self._pause_s())
         self._end()
 
     def _taken(self, box: deque[Any]) -> list[Any]:
@@ -289,7 +297,6 @@ class TierObjects:
     def _is_over(self) -> bool:
         if self._close_by is None:
             return False
-        self.tier.hurry()
         waits = (self._arrivals and self.tier.takes_stores) or self.tier.owes_deletes
         return not (self._inbox or self._posted or waits) or self._clock.read() >= self._close_by
 
