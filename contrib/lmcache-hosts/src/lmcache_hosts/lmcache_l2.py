@@ -75,7 +75,7 @@ class HostedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # of LMCache, 
             raise
         self._lock = threading.Lock()
         self._next_task = 0
-        self._layouts: dict[tuple[str, int], tuple[int, str]] = {}  # by model and group: bytes, and their meaning
+        self._layouts: dict[tuple[str, int, int], tuple[int, str]] = {}  # by `_kind_of`: bytes, and their meaning
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
@@ -120,7 +120,7 @@ class HostedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # of LMCache, 
         for key in keys:
             desc = (group_layout_descs or {}).get(key.object_group_id)
             if desc is not None:
-                self._layouts[key.model_name, key.object_group_id] = _layout_of(desc.shapes, desc.dtypes)
+                self._layouts[_kind_of(key)] = _layout_of(desc.shapes, desc.dtypes)
         positions, wanted = [], []
         for position, key in enumerate(keys):
             each = guarded(_logged, self._key, key)
@@ -196,13 +196,13 @@ class HostedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # of LMCache, 
     def _object(self, key: ObjectKey, held: MemoryObj) -> HostObject:
         view = memoryview(held.byte_array).cast("B")
         layout = _layout_of(held.get_shapes(), held.get_dtypes())
-        self._layouts[key.model_name, key.object_group_id] = layout
+        self._layouts[_kind_of(key)] = layout
         namespace = self._namespace(key, layout)
         return HostObject(namespace, self._name(key, namespace), view)
 
     def _key(self, key: ObjectKey) -> HostKey | None:
-        """None: nothing of its group was seen yet, so that nobody knows how large its objects are."""
-        layout = self._layouts.get((key.model_name, key.object_group_id))
+        """None: none of its kind was seen yet, so that nobody knows how large it is."""
+        layout = self._layouts.get(_kind_of(key))
         if layout is None:
             return None
         namespace = self._namespace(key, layout)
@@ -229,6 +229,11 @@ class HostedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # of LMCache, 
             box[task] = answer
             if self._events:
                 os.eventfd_write(self._events[event], 1)
+
+
+def _kind_of(key: ObjectKey) -> tuple[str, int, int]:
+    """What objects of one layout have in common: an engine with fewer ranks has larger ones of the same model."""
+    return key.model_name, key.kv_rank, key.object_group_id
 
 
 def _layout_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("lmcache.lmcache_native", reason="LMCache is not installed here")
 import torch
-from lmcache.v1.distributed.api import MemoryLayoutDesc
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache_host import DESC, NBYTES, SHAPE, Manager, adapter_config, content, lmcache_over, object_key
 
@@ -101,6 +101,18 @@ def test_deletes_reach_the_tier_and_the_accounts_of_lmcache(tmp_path: Path) -> N
         host.adapter.delete([object_key(0), object_key(99)])
         until(lambda: host.adapter.get_usage().total_bytes_used == 3 * NBYTES, "the delete to be counted")
         assert host.read(range(1)) == []
+
+
+def test_a_delete_knows_the_size_of_each_ranks_objects(tmp_path: Path) -> None:
+    """Two engines of one model, with one rank and with two."""
+    half = ObjectKey(object_key(0).chunk_hash, "model", ObjectKey.ComputeKVRank(2, 0, 2, 0))
+    with lmcache_over(disk(tmp_path)) as host:
+        host.store(range(1))
+        host.manager.reserve_write([half], MemoryLayoutDesc([torch.Size((2, 4, 64, 64))], [torch.bfloat16]))
+        host.manager.finish_write([half])
+        until(lambda: host.adapter.get_usage().total_bytes_used == NBYTES + NBYTES // 2, "the half to be stored")
+        host.adapter.delete([object_key(0)])
+        until(lambda: host.adapter.get_usage().total_bytes_used == NBYTES // 2, "the delete to be counted")
 
 
 def test_the_tier_stays_below_its_capacity(tmp_path: Path) -> None:
