@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from lmcache_core import Namespace
-from lmcache_core.errors import CacheError
+from lmcache_core.errors import CacheError, UsageError
 from lmcache_core.guard import guarded
 from lmcache_hosts.interface import HostInterface
 from lmcache_hosts.naming import object_key
@@ -254,7 +254,10 @@ class HostedHiCache(HiCacheStorage):  # type: ignore[misc]  # of SGLang, which i
 
     def _name(self, namespace: Namespace | None, name: str, key: str) -> bytes:
         assert namespace is not None
-        return object_key(namespace, bytes.fromhex(key), "" if name == _KV else f"pool {name}")
+        block_hash = bytes.fromhex(key)
+        if block_hash.hex() != key:  # `fromhex` reads capitals and spaces, too
+            raise UsageError(f"the key {key[:80]!r} is not a hash as SGLang writes it, in small hexadecimal digits")
+        return object_key(namespace, block_hash, "" if name == _KV else f"pool {name}")
 
     def _namespace_of(self, name: str, pool: Any) -> Namespace:
         config = self._config

@@ -157,6 +157,15 @@ def test_clear_takes_away_what_this_backend_keeps(make: Callable[..., Any]) -> N
     assert other.batch_exists(keys(3)) == 3
 
 
+def test_a_key_in_another_spelling_is_another_key(make: Callable[..., Any]) -> None:
+    held = make()
+    filled(held, 2)
+    for other in (key(1).upper(), f" {key(1)}", f"{key(1)[:32]} {key(1)[32:]}"):
+        assert not held.exists(other)
+        assert held.get(other, PagePool().get_dummy_flat_data_page()) is None
+    assert held.exists(key(1))
+
+
 def test_before_a_pool_is_registered_all_is_a_miss(make: Callable[..., Any]) -> None:
     held = importlib.import_module("lmcache_hosts.sglang_hicache").HostedHiCache(
         storage.HiCacheStorageConfig(
