@@ -46,8 +46,8 @@ def one_group(buffer: Any, pages: int = 8, model: str = "slow") -> PageGroup:
     return PageGroup(Namespace(model, Layout("uint8", (2 * PAGE,))), [Region(buffer, 0, PAGE, PAGE, pages)], 2)
 
 
-def registered(node: Node, group: PageGroup, files: Any = ()) -> ServerPages:
-    pages = register_pages(node.client, [group], "server", files)
+def registered(node: Node, groups: PageGroup | list[PageGroup], files: Any = ()) -> ServerPages:
+    pages = register_pages(node.client, groups if isinstance(groups, list) else [groups], "server", files)
     assert isinstance(pages, ServerPages)
     return pages
 
@@ -456,6 +456,47 @@ def test_memory_that_goes_away_fails_the_job_and_nothing_else(node: Node, way: s
     if way == "address":
         protect(mapping, 3)
     os.close(fd)
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE, 64 * PAGE])
+def test_memory_that_is_missing_in_one_region_fails_no_object_of_another(node: Node, page_bytes: int) -> None:
+    """Two regions, one behind the other, each of a group of its own; of the first one page is forbidden. Small
+    objects are copied together, and large ones one by one."""
+    half = 4 * page_bytes
+    source, target = mmap.mmap(-1, 2 * half), mmap.mmap(-1, 2 * half)
+    source[:] = os.urandom(2 * half)
+    spaces = [Namespace(f"missing {page_bytes} {each}", Layout("uint8", (page_bytes,))) for each in range(2)]
+
+    def groups(buffer: mmap.mmap) -> list[PageGroup]:
+        return [PageGroup(spaces[at], [Region(buffer, at * half, page_bytes, page_bytes, 4)], 1) for at in range(2)]
+
+    def both(first: int) -> list[messages.JobEntry]:
+        return [messages.JobEntry(at, b"".join(keys(4, first)), IDS.tobytes()) for at in range(2)]
+
+    def forbid(buffer: mmap.mmap, page: int, access: int) -> None:
+        start = ctypes.c_void_p(address_of(memoryview(buffer)) + page * page_bytes)
+        assert ctypes.CDLL(None).mprotect(start, ctypes.c_size_t(page_bytes), access) == 0
+
+    def statuses(reply: messages.JobFinished) -> list[list[Status]]:
+        return [[tuple(Status)[each] for each in row] for row in reply.statuses]
+
+    out, into = (registered(node, groups(each)) for each in (source, target))
+    assert out.store([(at, keys(4), IDS) for at in range(2)]).stored == 8
+    # Past the engine's own checks, which see this before they ask.
+    link, number = out.registration()
+    forbid(source, 1, _PROT_NONE)
+    done = link.call(lambda rid: messages.StorePages(rid, number, both(100), None, False), (messages.JobFinished,))
+    forbid(source, 1, _PROT_READ)
+    assert "register memory that is there" in done.fault
+    assert statuses(done)[0] == [Status.ABORTED] * 4, "of one entry all is stored, or nothing"
+    assert statuses(done)[1] == [Status.STORED] * 4
+    link, number = into.registration()
+    forbid(target, 3, _PROT_READ)
+    done = link.call(lambda rid: messages.RetrievePages(rid, number, both(0), None, 0), (messages.JobFinished,))
+    assert statuses(done) == [[Status.HIT] * 3 + [Status.ABORTED], [Status.HIT] * 4]
+    assert [list(array("q", row)) for row in done.untrusted] == [[3], []]
+    assert target[: 3 * page_bytes] + target[half:] == source[: 3 * page_bytes] + source[half:]
+    until(lambda: free_slots(node), "the slots are free")
 
 
 def test_a_job_that_is_cancelled_while_it_waits_touches_nothing(start: Callable[..., Node]) -> None:

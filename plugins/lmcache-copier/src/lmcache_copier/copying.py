@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import threading
 import time
@@ -241,8 +242,10 @@ class ReachJob:
             self._statuses = [bytearray([UNDONE | WRITTEN]) * len(row) for row in self._statuses]
 
     def _note_fault(self, error: UnreachableMemoryError) -> None:
+        """Memory that is not there is missing for the objects that lie in it; anything else, for all."""
         self._job.fault = self._job.fault or (error.strerror or str(error))
-        self._closed = True
+        if error.errno != errno.EFAULT:
+            self._closed = True
 
     def wait(self, seconds: float, region: int = -1) -> bool:
         """Whether everything is copied."""
@@ -322,30 +325,38 @@ class ReachJob:
         whole = all(min(pages) >= 0 for _, pages in objects)
         for at, _ in objects:
             statuses[at] = UNDONE | WRITTEN
-        if len(objects) > 1 and whole:
-            self._copy_together(plan, [(slots[at], pages) for at, pages in objects])
-        else:
+        if len(objects) == 1 or not whole or not self._copy_together(plan, item.part, objects):
             for at, pages in objects:
-                if not self._copy_one(plan, slots[at], pages, self._sums[item.part], at, whole):
-                    return
-        for at, _ in objects:
-            if self._gather and (len(objects) > 1 and whole):
-                self._sums[item.part][at] = _sum(slots[at], plan.object_bytes)
-            statuses[at] = COPIED | WRITTEN
+                try:
+                    if not self._copy_one(plan, slots[at], pages, self._sums[item.part], at, whole):
+                        return
+                    statuses[at] = COPIED | WRITTEN
+                except UnreachableMemoryError as error:
+                    self._note_fault(error)
 
-    def _copy_together(self, plan: GroupPlan, objects: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Small objects, all pages of which are there, in one system call."""
+    def _copy_together(self, plan: GroupPlan, part: int, objects: Sequence[tuple[int, Sequence[int]]]) -> bool:
+        """Small objects, all pages of which are there, in one system call. False: the memory of one is missing."""
+        slots = self._parts[part][2]
         starts = [row.base + pages[row.page] * row.stride for _, pages in objects for row in plan.rows]
-        ours = array("Q", [word for slot, _ in objects for word in (slot, plan.object_bytes)])
-        self._transfer(ours, _pairs(starts, plan.lengths * len(objects)), len(objects) * plan.object_bytes)
+        ours = array("Q", [word for at, _ in objects for word in (slots[at], plan.object_bytes)])
+        try:
+            self._transfer(ours, _pairs(starts, plan.lengths * len(objects)), len(objects) * plan.object_bytes)
+        except UnreachableMemoryError as error:
+            self._note_fault(error)
+            return False
+        for at, _ in objects:
+            if self._gather:
+                self._sums[part][at] = _sum(slots[at], plan.object_bytes)
+            self._statuses[part][at] = COPIED | WRITTEN
+        return True
 
     def _copy_one(
         self, plan: GroupPlan, slot: int, pages: Sequence[int], sums: array[int], at: int, whole: bool
     ) -> bool:
-        """One object, in parts. False: it was stopped between two of them."""
+        """One object, in parts. False: it was stopped before one of them."""
         summed = xxhash.xxh3_64()
-        for number, (first, end) in enumerate(pairwise(plan.cuts)):
-            if number and self._ends():
+        for first, end in pairwise(plan.cuts):
+            if self._ends():
                 return False
             rows, begin, nbytes = plan.rows[first:end], plan.at[first], plan.at[end] - plan.at[first]
             if whole or all(pages[row.page] >= 0 for row in rows):
