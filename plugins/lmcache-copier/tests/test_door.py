@@ -324,6 +324,34 @@ def test_files_that_engines_have_mapped_are_bounded_each_and_together_and_given_
     until(lambda: len(list(descriptors.iterdir())) <= before + 1, "the copier closes what they had")
 
 
+def test_descriptors_that_came_before_their_message_count_among_the_files(shared_node: Node) -> None:
+    """Of a message that does not end, the copier keeps them."""
+    file = os.memfd_create("engine")
+    os.truncate(file, 8 * 4096)
+    piece = m.MemoryPiece(0, 8 * 4096, 0, False)
+
+    def ask(stranger: Stranger) -> m.CopierReply | None:
+        send(stranger.sock, registration(pieces=[piece], files=1), [file])
+        return stranger.heard()
+
+    def refused() -> bool:
+        with Stranger(shared_node) as stranger:
+            reply = ask(stranger)
+        return isinstance(reply, m.CopierRefused) and "files, and all engines have 1,024 already" in reply.message
+
+    with ExitStack() as stack:
+        stack.callback(os.close, file)
+        with ExitStack() as others:
+            for _ in range(FILES_MAX_TOTAL // DESCRIPTORS_MAX):
+                stranger = others.enter_context(Stranger(shared_node))
+                fds = array("i", [file] * DESCRIPTORS_MAX)
+                stranger.sock.sendmsg([b"\x01"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            until(refused, "the copier to have them all")
+        until(lambda: not refused(), "the copier to have closed them")
+        with Stranger(shared_node) as stranger:
+            assert isinstance(ask(stranger), m.MemoryRegistered)
+
+
 def test_regions_and_entries_beyond_their_limits_are_refused(shared_node: Node) -> None:
     """However small they are on the wire."""
     pid, region = shared_node.pid, m.RegionOf(0, 0, 4096, 4096, 8)

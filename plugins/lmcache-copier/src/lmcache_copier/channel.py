@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from lmcache_copier.budget import Budget, Charges, Share
 from lmcache_copier.limits import DESCRIPTORS_MAX, FRAME_BYTES_MAX
 from lmcache_core.descriptors import Descriptor
-from lmcache_core.errors import ProtocolError
+from lmcache_core.errors import LimitError, ProtocolError
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 32 << 10  # malloc maps larger ones anew each time
@@ -30,14 +31,42 @@ def frame_of(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+class PassedFile:
+    """A descriptor that came with a message. It counts in a share until it is closed; where that has no room for it, it
+    is closed at once, and whoever wants it hears why."""
+
+    def __init__(self, number: int, share: Share) -> None:
+        self._descriptor = Descriptor.of(number)
+        self._charges = Charges()
+        self._why = ""
+        try:
+            self._charges.take(share, 1)
+        except LimitError as error:
+            self._why = str(error)
+            self.close()
+
+    def fileno(self) -> int:
+        """The descriptor. Raises `LimitError` if there was no room for it."""
+        if self._why:
+            raise LimitError(self._why)
+        return self._descriptor.fileno()
+
+    def close(self) -> None:
+        """Close the descriptor. Does nothing if it is closed."""
+        self._descriptor.close()
+        self._charges.free()
+
+
 class Incoming(Generic[_M]):
     """What has been received of one peer, as messages of one union. Descriptors are kept until somebody takes them."""
 
-    def __init__(self, sock: socket.socket, kind: Any) -> None:
+    def __init__(self, sock: socket.socket, kind: Any, files: Share | None = None) -> None:
+        """`files`: what its descriptors count in; none: it may send none."""
         self._sock = sock
+        self._files = Share(Budget("files", 0, 0)) if files is None else files
         self._decoder: msgspec.msgpack.Decoder[_M] = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
-        self.descriptors: list[Descriptor] = []
+        self.descriptors: list[PassedFile] = []
 
     def receive(self, flags: int = 0) -> bool:
         """Read once, and wait for that as the socket is set to. False: the peer has ended. Raises `OSError`, and
@@ -46,7 +75,7 @@ class Incoming(Generic[_M]):
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 numbers = array.array("i", raw[: len(raw) - len(raw) % 4])
-                self.descriptors += [Descriptor.of(number) for number in numbers]
+                self.descriptors += [PassedFile(number, self._files) for number in numbers]
         if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
             raise ProtocolError(f"more than {DESCRIPTORS_MAX} descriptors at once")
         self._bytes += data

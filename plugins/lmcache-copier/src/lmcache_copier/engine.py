@@ -97,7 +97,7 @@ class Engine:
         self._jobs: dict[int, EngineJob] = {}
         self._numbers = 0
         self._shares = shares
-        self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest)
+        self._incoming: Incoming[m.CopierRequest] = Incoming(sock, m.CopierRequest, shares.files)
         self._sending = threading.Lock()  # guards the next three
         self._broken = False
         self._owed = 0  # bytes of answers that the socket did not take yet

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_copier.budget import Charges, Shares
+from lmcache_copier.channel import PassedFile
 from lmcache_copier.copying import Copies, CopyThreads, JobCopies, PlannedTables, rows_of
 from lmcache_copier.gpu import DeviceCopies, OpenedAllocations
 from lmcache_copier.limits import REGIONS_MAX
@@ -20,7 +21,6 @@ from lmcache_copier.vm import EngineReach, MappedReach, Reach
 from lmcache_core import Client, Layout, PageGroup, Region
 from lmcache_core.buffers import address_of
 from lmcache_core.client import Pages, RegionTables, page_engine, pages_by
-from lmcache_core.descriptors import Descriptor
 from lmcache_core.devices.cuda import allocation_at, device_named
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.native import native
@@ -87,30 +87,30 @@ class HostRegistration(Registration):
         client: Client,
         engine: EngineReach,
         message: RegisterMemory,
-        descriptors: Sequence[Descriptor],
+        files: Sequence[PassedFile],
         shares: Shares,
     ) -> None:
         """Raises `UsageError` for what does not fit together, `LimitError`, and `UnreachableMemoryError`."""
         super().__init__()
         self._client = client
         try:
-            self._open(engine, message, descriptors, shares)
+            self._open(engine, message, files, shares)
         except BaseException:
             self.close()
             raise
 
-    def _open(
-        self, engine: EngineReach, message: RegisterMemory, descriptors: Sequence[Descriptor], shares: Shares
-    ) -> None:
+    def _open(self, engine: EngineReach, message: RegisterMemory, files: Sequence[PassedFile], shares: Shares) -> None:
         pieces = message.pieces
         mapped = {piece.descriptor >= 0 for piece in pieces}
         if len(mapped) != 1:
             raise UsageError("memory is given by address or by descriptor, and not both ways in one registration")
         self.reach: Reach
         if mapped.pop():
-            alike = _alike(pieces, len(descriptors))
+            alike = _alike(pieces, len(files))
+            self._kept = {which: MappedFile(files[which[0]].fileno(), each) for which, each in alike.items()}
+            for file in files:  # they do not count twice: each mapping has a descriptor of its own
+                file.close()
             self.charges.take(shares.files, len(alike))
-            self._kept = {which: MappedFile(descriptors[which[0]].fileno(), each) for which, each in alike.items()}
             starts = [self._kept[piece.descriptor, piece.readonly].address(piece) for piece in pieces]
             self.reach = MappedReach(engine)
         else:
