@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lmcache_copier import check, register_pages
 from lmcache_copier import messages as m
-from lmcache_copier.channel import Incoming, send
+from lmcache_copier.channel import send
 from lmcache_copier.limits import (
     DESCRIPTORS_MAX,
     ENTRIES_MAX,
@@ -39,58 +39,11 @@ from lmcache_core.errors import LimitError, UsageError
 from lmcache_testing.waiting import until
 
 from .copier_nodes import Node, group_of, keys
+from .strangers import Stranger
 
 MARK = Mark()
 MEMORY = bytearray(os.urandom(1 << 16))
 START = address_of(memoryview(MEMORY))
-
-
-class Stranger:
-    """An engine without our library."""
-
-    def __init__(self, node: Node) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(60)
-        self.sock.connect(str(node.path))
-        self._incoming: Incoming[m.CopierReply] = Incoming(self.sock, m.CopierReply)
-        self._waiting: list[m.CopierReply] = []
-        self._numbers: list[int] = []  # what it has registered
-        assert isinstance(self.hear(), m.CopierWelcome)
-
-    def __enter__(self) -> Stranger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._incoming.close()
-        self.sock.close()
-
-    def hear(self) -> m.CopierReply | None:
-        """Its next answer; None: it has hung up."""
-        while not self._waiting:
-            try:
-                if not self._incoming.receive():
-                    return None
-            except ConnectionResetError:
-                return None
-            self._waiting += self._incoming.messages()
-        return self._waiting.pop(0)
-
-    def forget(self) -> None:
-        """Unregister all that it has registered."""
-        for number in self._numbers:
-            assert isinstance(self.ask(m.UnregisterMemory(1, number)), m.CopierDone)
-        self._numbers.clear()
-
-    def ask(self, message: msgspec.Struct) -> m.CopierReply | None:
-        send(self.sock, message)
-        return self.heard()
-
-    def heard(self) -> m.CopierReply | None:
-        """The same, and remembers what is registered."""
-        reply = self.hear()
-        if isinstance(reply, m.MemoryRegistered):
-            self._numbers.append(reply.registration)
-        return reply
 
 
 def registration(**changes: object) -> m.RegisterMemory:
@@ -137,6 +90,7 @@ def test_a_length_beyond_the_limit_and_descriptors_without_end_are_refused(share
     [
         ({"mark": b"\x00" * 16}, "is not that of the engine"),
         ({"mark_at": 8}, "cannot be copied"),
+        ({"pieces": [m.MemoryPiece(0, 8 * 4096, -1, False)]}, "an address, page_bytes"),
         ({"pieces": []}, "by address or by descriptor"),
         ({"pieces": [m.MemoryPiece(START, 4096, -1, False)]}, "and the buffer has 4,096 bytes"),
         ({"pieces": [m.MemoryPiece(0, 8 * 4096, 0, False)]}, "did not come along"),

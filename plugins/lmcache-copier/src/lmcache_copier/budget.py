@@ -43,6 +43,12 @@ class Budget:
             share.taken += amount
             self._taken += amount
 
+    @property
+    def taken(self) -> int:
+        """Of all engines."""
+        with self._lock:
+            return self._taken
+
     def free(self, share: Share, amount: int) -> None:
         """Of what was taken."""
         with self._lock:
@@ -85,6 +91,11 @@ class Budgets:
     def shares(self) -> Shares:
         """Of another engine."""
         return Shares(Share(self._rows), Share(self._files), Share(self._job_bytes))
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """What all engines have of each, as figures."""
+        return {"rows": self._rows.taken, "files": self._files.taken, "job_bytes": self._job_bytes.taken}
 
 
 class Charges:

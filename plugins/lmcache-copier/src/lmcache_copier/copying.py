@@ -75,8 +75,11 @@ class PlannedTables:
     """The tables of a registration: those of the extension, which check page ids, and the plans of the groups."""
 
     def __init__(self, words: tuple[tuple[Any, ...], ...]) -> None:
-        """`words`: as `RegionTables.words` has them."""
-        self.tables = own_engine.PageTables(words)
+        """`words`: as `RegionTables.words` has them. Raises `UsageError` for memory that can be nobody's."""
+        try:
+            self.tables = own_engine.PageTables(words)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         self.plans = [GroupPlan(row[0], row[2]) for row in words]
 
 

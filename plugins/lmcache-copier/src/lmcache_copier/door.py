@@ -64,9 +64,9 @@ class CopierDoor:
 
     @property
     def figures(self) -> dict[str, int]:
-        """Counts since the start; `engines`: that are connected."""
+        """Counts since the start; `engines`: that are connected; and what engines have of the copier's memory now."""
         with self._lock:
-            return dict(self._figures)
+            return {**self._figures, **self._budgets.taken}
 
     def count(self, name: str, amount: int) -> None:
         """Add to a figure."""

@@ -67,6 +67,12 @@ class EngineJob:
             first, self._answered = not self._answered, True
         return first
 
+    def before_answer(self, send: Callable[[], None]) -> None:
+        """Do this, unless it is answered already. What waits for nothing."""
+        with self._lock:
+            if not self._answered:
+                send()
+
     def is_cancelled(self) -> bool:
         """Whether its pages may not be touched any more."""
         return self.copies.cancelled
@@ -258,9 +264,7 @@ class Engine:
             try:
                 self._run(job, entries, promises, left)
             finally:
-                self._shares.job_bytes.free(
-                    job.nbytes
-                )  # only now: until then its message and keys are kept, answered or not
+                self._shares.job_bytes.free(job.nbytes)  # only now: until then its keys are kept, answered or not
 
         job = EngineJob(message, registration, copies, run)
         self._shares.job_bytes.take(job.nbytes)
@@ -290,7 +294,7 @@ class Engine:
                 if message.tell_read:
                     while not job.running.wait_read(_SLICE_S):  # of a GPU: its threads still copy
                         pass
-                    self._send(m.PagesRead(job.rid, job.running.waited_s))
+                    job.before_answer(partial(self._send, m.PagesRead(job.rid, job.running.waited_s)))
             else:
                 verify = ("never", "first", "always")[message.verify]
                 job.running = pages.retrieve_start(
