@@ -17,11 +17,22 @@ import pytest
 from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
 
 from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope
+from lmcache_blend.chunks import ANSWER_S
 from lmcache_blend.described import registration
-from lmcache_blend.messages import Answer, BlendRequest, ListSpaces, PlanPrompt, Space, UnifiedLookup, UnregisterRope
+from lmcache_blend.messages import (
+    WAIT_S_MAX,
+    Answer,
+    BlendRequest,
+    ListSpaces,
+    PlanPrompt,
+    Space,
+    UnifiedLookup,
+    UnregisterRope,
+)
 from lmcache_blend.operation import OPERATION, SPACES_MAX, BlendOperation
 from lmcache_core import Client, Server
 from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import CALL_TIMEOUT_S
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_testing import OperationContract
 from lmcache_testing.embedded import embedded_server
@@ -67,11 +78,18 @@ def test_chunks_on_a_tier_are_loaded_by_one_lookup_of_all_ranks(client: Client) 
     gone = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist()))
     assert [(each.first, each.end) for each in gone.missing] == [each.span for each in first.missing]
     assert {tuple(each.ranks) for each in gone.missing} == {(0, 1)}
-    found = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist(), wait_s=20.0))
+    found = call(client, UnifiedLookup(space="small", tokens=TEXT.tolist(), wait_s=WAIT_S_MAX))
     assert found.rank_hits == [len(first.missing)] * 2
     assert [(each.new_start, each.keys[1]) for each in found.matches] == [
         (each.new_start, each.keys[1].hex()) for each in chunks.find(TEXT).matches
     ]
+
+
+def test_a_lookup_is_answered_before_its_caller_gives_the_server_up(client: Client) -> None:
+    assert WAIT_S_MAX + ANSWER_S < CALL_TIMEOUT_S
+    call(client, registration(Chunks(client, space(), prefixes(), PREFIX_TOKENS), "small"))
+    with pytest.raises(UsageError, match="wait_s"):
+        call(client, UnifiedLookup(space="small", tokens=[1], wait_s=CALL_TIMEOUT_S))
 
 
 def test_the_library_loads_from_tiers_too(client: Client) -> None:

@@ -10,13 +10,15 @@ from msgspec import Meta
 from lmcache_blend.cutting import CHUNK_TOKENS_MAX, LENGTHS, MARKS_MAX
 from lmcache_blend.planning import DOCUMENTS_MAX
 from lmcache_blend.space import ROOMS_MAX, STEP_TOKENS
-from lmcache_core.limits import CHUNK_TOKENS
+from lmcache_core.limits import CALL_TIMEOUT_S, CHUNK_TOKENS
 
 TOKENS_MAX = 1 << 20  # the longest contexts
 RANKS_MAX = 64
 PREFIX_TOKENS_MAX = 1024
 PAIRS_MAX = 4096
-WAIT_S_MAX = 30.0  # meanwhile one of the two threads of all operations waits
+# Meanwhile one of the two threads of all operations waits; and whoever calls takes a server for stopped after its own
+# timeout, so the answer has to come before that.
+WAIT_S_MAX = CALL_TIMEOUT_S - 2.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")]
