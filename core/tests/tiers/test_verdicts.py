@@ -10,8 +10,10 @@ import pytest
 from lmcache_core.errors import TierError
 from lmcache_core.limits import SECOND_LOOK_S, STRANGER_S, SUSPECTS_BULK
 from lmcache_core.policies.lru import LruEviction
-from lmcache_core.tiers.contract import Capabilities, LoadItem, Outcome, Result, StoreItem
+from lmcache_core.tiers.contract import Capabilities, LoadItem, Outcome, Result, ScanEntry, StoreItem
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.order import Watch
 from lmcache_core.tiers.tier.tier import Tier
 
 from .conftest import LAYOUT, Doubles, Loop, ScriptedAdapter
@@ -241,6 +243,36 @@ def test_the_next_writer_replaces_a_suspect_and_is_told_to(doubles: Doubles) -> 
     loop.l1.evict(doubles.key(0))
     assert loop.fetch([doubles.key(0)]).hits == 1
     assert not len(tier.verdicts)
+
+
+@pytest.mark.parametrize("by", ["the scan", "a rescan", "a store"])
+def test_an_object_that_looked_damaged_before_it_was_counted_is_a_suspect(by: str) -> None:
+    """After a restart loads are faster than the scan: what it counts later is not sound for that."""
+    books = Accounting(None, 0.8, 0.2, LruEviction(None))
+    found = [ScanEntry(key, OBJECT_BYTES, 0.0) for key in (bytes(44), b"\x01" * 44)]
+    if by == "the scan":
+        books.scan_begins()
+    books.suspect([found[0].key])
+    if by == "the scan":
+        books.scan_ended([found])
+        assert books.adopt(8, Watch(), lambda doubts: None)
+    elif by == "a rescan":
+        books.rescan_begins()
+        books.found(found, Watch(), lambda doubts: None)
+        books.found([each._replace(nbytes=700) for each in found], Watch(), lambda doubts: None)
+    else:
+        books.add([(each.key, each.nbytes) for each in found], ours=True)
+    assert [books.knows(each.key) for each in found] == [by == "a store", True]
+    books.suspect([found[0].key], suspect=False)
+    assert books.knows(found[0].key)
+
+
+def test_a_suspect_that_is_gone_before_it_was_counted_is_forgotten() -> None:
+    books = Accounting(None, 0.8, 0.2, LruEviction(None))
+    books.suspect([bytes(44)])
+    books.remove([bytes(44)])
+    books.add([(bytes(44), OBJECT_BYTES)])
+    assert books.knows(bytes(44))
 
 
 # --- whose it is ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.tenants import POSITIONS, Tenancy
-from lmcache_core.limits import KEY_BYTES, TIER_DROPPED_MAX, TIER_STRANGERS_MAX
+from lmcache_core.limits import KEY_BYTES, TIER_DROPPED_MAX, TIER_STRANGERS_MAX, TIER_SUSPECTS_MAX
 from lmcache_core.policies.contracts import Entry, EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
 from lmcache_core.tiers.object.format import STORED_BYTES_MAX, TIER_KEY_BYTES, split_tier_key
@@ -107,6 +107,7 @@ class Accounting:
         self._shards: list[dict[bytes, TierEntry]] = [{} for _ in range(_SHARDS)]
         self._sampled = 0  # the shard that `sample` looked at last
         self._dropped: dict[bytes, DroppedObject] = {}  # to be deleted, and not stored again since: the oldest first
+        self._suspects: dict[bytes, None] = {}  # that have no entry yet: a load was faster than the scan
         self._foreign: dict[bytes, float] = {}  # names in our form that are not ours → until when they are skipped
         self._aside: dict[TierEntry, None] = {}  # in the order of use, until the scan is done
         self._scanned: Iterator[ScanEntry] = iter(())
@@ -189,6 +190,8 @@ class Accounting:
                     known.append(tier_key)
                     continue
                 self._remove([tier_key])
+                if entry.suspect:
+                    self._suspects[tier_key] = None
                 fresh = [other for other in fresh if other is not entry]  # twice in a batch, with two sizes
             entry = TierEntry(tier_key, nbytes, self._trust if ours else -1)
             entry.seen = self._rescan
@@ -209,11 +212,18 @@ class Accounting:
         return added
 
     def suspect(self, tier_keys: Iterable[bytes], *, suspect: bool = True) -> None:
-        """The objects under these keys are not to be trusted (or are again): their next writers replace them."""
+        """The objects under these keys are not to be trusted (or are again): their next writers replace them. What
+        is not known yet is suspect when a scan finds it."""
         changed: list[bytes] = []
         for tier_key in tier_keys:
             entry = self._shard(tier_key).get(tier_key)
-            if entry is not None and entry.suspect is not suspect:
+            if entry is None:
+                self._suspects.pop(tier_key, None)
+                if suspect:
+                    self._suspects[tier_key] = None
+                    if len(self._suspects) > TIER_SUSPECTS_MAX:
+                        del self._suspects[next(iter(self._suspects))]
+            elif entry.suspect is not suspect:
                 entry.suspect = suspect
                 changed.append(tier_key)
         self._changed(changed)
@@ -323,6 +333,7 @@ class Accounting:
         for tier_key in tier_keys:
             entry = self._shard(tier_key).pop(tier_key, None)
             if entry is None:
+                self._suspects.pop(tier_key, None)
                 continue
             removed.append(tier_key)
             self.bytes_used -= entry.nbytes
@@ -353,6 +364,8 @@ class Accounting:
             yield list(shard.values())
 
     def _count(self, entry: TierEntry) -> None:
+        was_suspect = self._suspects.pop(entry.tier_key, entry) is None
+        entry.suspect = was_suspect and entry.ours != self._trust
         self._shard(entry.tier_key)[entry.tier_key] = entry
         self.bytes_used += entry.nbytes
         self.objects += 1
