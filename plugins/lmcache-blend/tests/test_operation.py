@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small_chunks import PREFIX_TOKENS, layout_of, prefixes, space, store_missing
 
-from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope
+from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope, described, operation
 from lmcache_blend.chunks import ANSWER_S
 from lmcache_blend.described import registration
 from lmcache_blend.messages import (
@@ -25,12 +25,13 @@ from lmcache_blend.messages import (
     BlendRequest,
     ListSpaces,
     PlanPrompt,
+    RegisterRope,
     Space,
     UnifiedLookup,
     UnregisterRope,
 )
-from lmcache_blend.operation import OPERATION, SPACES_MAX, BlendOperation
-from lmcache_core import Client, Server
+from lmcache_blend.operation import OPERATION, SPACES_MAX
+from lmcache_core import Client, Namespace, Server
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import CALL_TIMEOUT_S
 from lmcache_core.tokens.keys import chunk_keys
@@ -182,16 +183,25 @@ def test_a_plan_of_a_space_whose_name_is_anothers_meanwhile_leaves_that_one_noth
     keys = chunk_keys(TEXT, own["two"], PREFIX_TOKENS)[:3]
     client.store(keys, [np.zeros(layout_of(PREFIX_TOKENS).shape, np.float32)] * 3, namespace=own["two"])
     wanted = PlanPrompt(space="small", documents=[TEXT[:60].tolist()])
-    plan = BlendOperation._plan
+    waiting = ["a plan"]
 
-    def slow(operation: BlendOperation, *found: Any) -> Answer:
-        monkeypatch.setattr(BlendOperation, "_plan", plan)
-        call(client, UnregisterRope(space="small"))  # while the plan is on its way
-        call(client, calls["two"])
-        return plan(operation, *found)
+    class Looked(tuple[Namespace, ...]):
+        """The prefixes of the first space: a plan looks at them once it has found the space."""
 
+        def __len__(self) -> int:
+            if waiting and waiting.pop():
+                call(client, UnregisterRope(space="small"))
+                call(client, calls["two"])
+            return super().__len__()
+
+    def chunks_of(own: Client, request: RegisterRope) -> Chunks:
+        made = described.chunks_of(own, request)
+        if request == calls["one"]:
+            made.prefixes = Looked(made.prefixes)
+        return made
+
+    monkeypatch.setattr(operation, "chunks_of", chunks_of)
     call(client, calls["one"])
-    monkeypatch.setattr(BlendOperation, "_plan", slow)
     assert call(client, wanted).reused_tokens == 0
     assert call(client, wanted).reused_tokens == 3 * PREFIX_TOKENS
 
