@@ -20,6 +20,7 @@ from lmcache_blend import Chunks, ChunkSpace, Lengths, Rope, described, operatio
 from lmcache_blend.chunks import ANSWER_S
 from lmcache_blend.described import registration
 from lmcache_blend.messages import (
+    LISTED_MAX,
     WAIT_S_MAX,
     Answer,
     BlendRequest,
@@ -143,6 +144,21 @@ def test_what_cannot_be_registered_or_is_not_is_refused(client: Client) -> None:
     call(client, good)
     with pytest.raises(UsageError, match="not registered"):
         call(client, UnregisterRope(space="0"))
+
+
+def test_all_spaces_can_be_listed_and_freed_whatever_they_are_called(client: Client) -> None:
+    good = registration(Chunks(client, space(), prefixes(), PREFIX_TOKENS), "small")
+    names = [f"{number:02}" + 254 * "\U0001f600" for number in range(SPACES_MAX)]
+    for name in names[::-1]:
+        call(client, msgspec.structs.replace(good, space=name, by=64 * "\U0001f600"))
+    listed: list[str] = []
+    while page := call(client, ListSpaces(after=listed[-1] if listed else "")).spaces:
+        assert len(page) <= LISTED_MAX
+        listed += [each.space for each in page]
+    assert listed == names
+    for name in listed:
+        call(client, UnregisterRope(space=name))
+    call(client, good)
 
 
 def test_nobody_replaces_a_space_that_another_has_registered(start: Callable[..., Server]) -> None:

@@ -16,6 +16,7 @@ TOKENS_MAX = 1 << 20  # the longest contexts
 RANKS_MAX = 64
 PREFIX_TOKENS_MAX = 1024
 PAIRS_MAX = 4096
+LISTED_MAX = 32  # spaces in an answer, which is one frame: four bytes a character
 # Meanwhile one of the two threads of all operations waits; and whoever calls takes a server for stopped after its own
 # timeout, so the answer has to come before that.
 WAIT_S_MAX = CALL_TIMEOUT_S - 2.0
@@ -73,7 +74,10 @@ class UnregisterRope(
 
 
 class ListSpaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_spaces", tag_field="type"):
-    """Which spaces are registered, and by whom."""
+    """Which spaces are registered, and by whom: at most `LISTED_MAX`, in the order of their names. `after`: only those
+    behind this one, for the next of them."""
+
+    after: Annotated[str, Meta(max_length=256)] = ""
 
 
 class UnifiedLookup(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lmcache_blend.chunks import Chunks
 from lmcache_blend.described import chunks_of
 from lmcache_blend.messages import (
+    LISTED_MAX,
     Answer,
     BlendRequest,
     FoundMatch,
@@ -67,7 +68,8 @@ class BlendOperation(ServerOperation):
                 return self._unregister(call.space)
             case ListSpaces():
                 with self._lock:
-                    return Answer(spaces=[Space(name, each.call.by) for name, each in self._spaces.items()])
+                    names = sorted(name for name in self._spaces if name > call.after)[:LISTED_MAX]
+                    return Answer(spaces=[Space(name, self._spaces[name].call.by) for name in names])
         with self._lock:
             registered = self._spaces.get(call.space)
         if registered is None:
