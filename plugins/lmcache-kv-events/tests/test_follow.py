@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tiers.object.format import tier_key
@@ -52,6 +53,10 @@ def applied(view: View, events: list[Json]) -> None:
         where = "CPU" if event["medium"] == "CPU" else event["locality"]
         named = {(number, where) for number in event["block_hashes"]}
         (view.update if event["type"] == "BlockStored" else view.difference_update)(named)
+
+
+def blocks_of(number: int) -> EngineBlocks:
+    return EngineBlocks([HASHES[number]], block_size=16, parent=None)
 
 
 class Router:
@@ -101,24 +106,25 @@ class Follows(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.serve()
+        self.store({*range(OBJECTS // 2), *range(BLOCKS, OBJECTS)})
+
+    def serve(self) -> None:
         events = {"endpoint": f"ipc://{self.folder}/kv", "replay_endpoint": f"ipc://{self.folder}/replay"}
-        l1, l2 = {"size_bytes": 4 << 20}, {name: self.tier(name) for name in self.there()}
+        l1, l2 = {"size_bytes": 4 << 20, "keep_pool": True}, {name: self.tier(name) for name in self.tiers}
         settings = server_settings(self.folder, name=self.name, l1=l1, l2=l2, subscribers={"kv_events": events})
         self.server = Server(settings).start(wait=True)
         self.client = self.server.connect()
         self.client.register_layout(SPACE)
         self.router = Router(self.folder)
-        self.store({*range(OBJECTS // 2), *range(BLOCKS, OBJECTS)})
 
     def there(self) -> list[str]:
-        known = getattr(self, "server", None)
-        return list(self.tiers) if known is None else [each["name"] for each in self.client.tiers_list()]
+        return [each["name"] for each in self.client.tiers_list()]
 
     @rule(numbers=st.sets(st.integers(0, OBJECTS - 1), min_size=1, max_size=8))
     def store(self, numbers: set[int]) -> None:
         for number in numbers:
-            blocks = EngineBlocks([HASHES[number]], block_size=16, parent=None)
-            self.client.store([KEYS[number]], [bytes([number]) * NBYTES], namespace=SPACE, blocks=blocks)
+            self.client.store([KEYS[number]], [bytes([number]) * NBYTES], namespace=SPACE, blocks=blocks_of(number))
         self.client.wait_stored([KEYS[number] for number in numbers], namespace=SPACE, timeout_s=30)
 
     @rule(tiers=st.booleans())
@@ -153,6 +159,14 @@ class Follows(RuleBasedStateMachine):
         found = self.client.retrieve([KEYS[number]], into, namespace=SPACE)
         self.client.drop([KEYS[number]], namespace=SPACE, incarnations=list(found.incarnations))
 
+    @rule()
+    def restart(self) -> None:
+        """The next server adopts the pool, has all tiers again, and the engine reports its blocks at once."""
+        self.end()
+        self.serve()
+        for number, key in enumerate(KEYS):
+            self.client.report_block_allocation([key], blocks_of(number), namespace=SPACE)
+
     @precondition(lambda self: hasattr(self, "server"))
     @invariant()
     def the_view_is_the_truth(self) -> None:
@@ -172,11 +186,16 @@ class Follows(RuleBasedStateMachine):
     def on_this_nodes_tiers(self) -> View:
         return {each for each in self.router.view if each[1] == "LOCAL"}
 
+    def end(self) -> None:
+        self.router.context.destroy(linger=0)
+        self.client.close()
+        self.server.stop()
+
     def teardown(self) -> None:
         if hasattr(self, "server"):
-            self.router.context.destroy(linger=0)
-            self.client.close()
-            self.server.stop()
+            self.end()
+            for left in segment_path(self.name).parent.glob(f"{segment_path(self.name).name}*"):
+                left.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)  # an adapter that closes may still remove its own files there
 
 
@@ -244,3 +263,13 @@ def test_a_tier_that_comes_back_with_its_objects_brings_them_back(follows: Follo
     follows.remove_or_add("large")
     follows.the_view_is_the_truth()
     assert len(follows.on_this_nodes_tiers()) == OBJECTS // 2
+
+
+def test_after_a_restart_a_router_knows_what_the_next_server_has_adopted(follows: Follows) -> None:
+    follows.the_view_is_the_truth()
+    there = {each for each in follows.router.view if each[1] == "CPU"}
+    assert len(there) == OBJECTS // 2
+    follows.restart()
+    follows.the_view_is_the_truth()
+    assert {each for each in follows.router.view if each[1] == "CPU"} >= there
+    assert len(follows.on_this_nodes_tiers()) >= OBJECTS // 2
