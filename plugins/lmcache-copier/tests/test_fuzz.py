@@ -55,6 +55,7 @@ class Frames:
         self._rng = rng
         mark = Mark()
         self._kept = mark
+        self._grown = False  # a value of this frame
         group = m.GroupOf(7, "uint8", [2 * PAGE], "", [m.RegionOf(0, 0, PAGE, PAGE, PAGES)], 2)
         own, mapped = (m.MemoryPiece(*at, False) for at in ((start, PAGES * PAGE, -1), (0, PAGES * PAGE, 0)))
         entry = m.JobEntry(0, b"".join(keys(2)), array("q", range(4)).tobytes())
@@ -77,7 +78,7 @@ class Frames:
         """A message, and whether a descriptor comes with it."""
         rng = self._rng
         while True:
-            right = rng.choice(self._right)
+            right, self._grown = rng.choice(self._right), False
             tree = msgspec.to_builtins(right, builtin_types=(bytes,))
             for holder, name in rng.choices(list(_places(tree)), k=rng.choice([0, 1, 1, 1, 2, 4])):
                 holder[name] = self._replaced(holder[name], name)
@@ -101,11 +102,17 @@ class Frames:
             case bytes() if name in ("ids", "promises"):
                 return array("q", rng.choices(IDS, k=rng.choice([0, 1, 4, 4, 4, 5]))).tobytes()
             case bytes():
-                return rng.choice([b"", value[:-1], value + b"x", value * 2, value * 3000, rng.randbytes(len(value))])
+                return rng.choice([value[:-1], value + b"x", self._many(value, 3000), rng.randbytes(len(value))])
             case list():
-                return value * rng.choice([0, 2, 2, 2, 65, 300, 9000])
+                return self._many(value, 65, 300, 9000)
             case _:
                 return self._reshaped(value)
+
+    def _many(self, value: Any, *times: int) -> Any:
+        """None, two, or once in a frame so many: of many in many a frame would have gigabytes."""
+        count = self._rng.choice([0, 2, 2, *(() if self._grown else times)])
+        self._grown = self._grown or count > 2
+        return value * count
 
     def _reshaped(self, tree: dict[str, Any]) -> Any:
         less = dict(tree)
