@@ -74,10 +74,10 @@ def core(session: nox.Session) -> None:
     pytest(session, *NOT_SLOW, *builds, *(session.posargs or ["core/tests"]), env={"LMCACHE_CORE_NATIVE": "off"})
 
 
-@over(tests_of=("core",), tools=("setuptools>=77",), native="require")
+@over("blend", "fp8", "quant", tests_of=("core",), tools=("setuptools>=77",), native="require")
 def native(session: nox.Session) -> None:
-    """The C extension: how it is built, its C programs, Python against C; then again under a sanitizer.
-    `-- quick` leaves the sanitizer out."""
+    """The C extension: how it is built, its C programs, Python against C; then again under a sanitizer, and those of
+    blend, fp8 and quant. `-- quick` leaves the sanitizer out."""
     pytest(session, "-p", "no:cacheprovider", "core/tests/native", env={"LMCACHE_CORE_NATIVE": "require"})
     if "quick" not in session.posargs:
         sanitized.run_tests(session, "python", "-m", "pytest", "-q", "--timeout=300", "-p", "no:cacheprovider")
