@@ -64,6 +64,15 @@ def test_what_was_stored_is_found_and_loaded(objects: ServerObjects) -> None:
     assert bytes(buffer) == content(2)
 
 
+def test_without_its_server_a_removal_is_a_no_and_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with embedded_server(tmp_path, l1=NAMELESS) as server:
+        objects = ServerObjects(server.connect())
+        assert objects.store([stored(1)]).result() == [True]
+    assert objects.remove([key(1), key(2)]).result() == [False, False]
+    assert "was not served" not in caplog.text
+    objects.close()
+
+
 def test_close_answers_who_asks_meanwhile_and_ends_every_thread(late: LateStart, objects: ServerObjects) -> None:
     assert objects.store([stored(1)]).result() == [True]
     late.armed = True

@@ -124,6 +124,9 @@ class ServerObjects:
         for namespace, positions in _by_namespace(keys):
             wanted = [keys[at].key for at in positions]
             found = self.client.lookup(wanted, namespace=namespace, prefix=False, identify=True)
+            if not found.incarnations:
+                self.counts["remove_unreachable"] += len(wanted)
+                continue  # `request` is refused when this ends
             self.client.drop(wanted, namespace=namespace, incarnations=found.incarnations)
             for at, number in zip(positions, found.incarnations, strict=True):
                 request.answer(at, bool(number))
