@@ -77,8 +77,8 @@ class HostSettings(BaseModel):
 
 
 def open_objects(settings: HostSettings) -> Objects:
-    """The tier, or the client. Neither the medium nor the server need be there. Raises `SettingsError` for settings
-    that are wrong, and `PluginError` for an adapter that is not installed."""
+    """The tier, or the client. The server need not be there. Raises `SettingsError` for settings that are wrong and
+    for a medium that hangs while it is opened, and `PluginError` for an adapter that is not installed."""
     deadlines = Deadlines(settings.lookup_s, settings.load_s, settings.store_s)
     if settings.server is not None:
         server = settings.server
