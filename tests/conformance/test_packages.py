@@ -97,6 +97,10 @@ class TestBench(PluginPackageContract):
     distribution = "lmcache-bench"
 
 
+class TestHosts(PluginPackageContract):
+    distribution = "lmcache-hosts"
+
+
 class TestKit(PluginPackageContract):
     distribution = "lmcache-testing"
 
