@@ -212,7 +212,7 @@ def test_what_a_dead_engine_had_is_closed(stage: Stage, host: HostDevice) -> Non
         assert stage.copier.open_allocations > 0
         engine.kill()
     until(lambda: stage.copier.open_allocations == 0, "they are closed")
-    assert stage.get(bytes([1]) * 32) is None
+    assert stage.get(bytes([1]) * 32) in (None, stage.get(bytes(32))), "of equal pages: the whole object, or none"
 
 
 def test_what_does_not_fit_is_refused_in_words(stage: Stage, memory: Any) -> None:
