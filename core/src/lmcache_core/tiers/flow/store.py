@@ -371,6 +371,7 @@ class StoreController:
         if self._in_flight.get(name) and self._in_flight_bytes + head.object.nbytes > self._in_flight_bytes_max:
             return None
         if tier.health.stores.waits(tier.clock.now):
+            tier.room_is_not_wanted()  # while nothing may be stored
             return None
 
         def no_such_layout(error: BaseException) -> None:
