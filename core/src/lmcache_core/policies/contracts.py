@@ -27,14 +27,11 @@ class TierView(NamedTuple):
         name: Its name in the settings.
         healthy: Whether its breaker is closed, so that it is used. An unhealthy one may recover at any time.
         capacity_bytes: What it may hold, by its settings; None: no bound.
-        number: Another one than the last time: it was replaced, or removed and added again, and may have none of what
-            it was given before.
     """
 
     name: str
     healthy: bool
     capacity_bytes: int | None = None
-    number: int = 0
 
 
 class StoreCandidate(NamedTuple):

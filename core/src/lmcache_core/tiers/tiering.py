@@ -98,7 +98,6 @@ class Tiering:
         self._tiers_at = 0.0  # … and when a tier has work
         self._epochs_at = 0.0  # when to look for clears of other servers
         self._tiers: dict[str, Tier] = {}
-        self._used = 0  # tiers, since the start
         self._epochs = Epochs() if epochs is None else epochs
         self._epochs.on_risen.append(self._epochs_risen)
         self._stores = StoreController(
@@ -396,8 +395,6 @@ class Tiering:
             self._on_tier(tier)
         if self._draining:
             tier.hurry()
-        self._used += 1
-        tier.number = self._used
         self._tiers[tier.name] = tier
         self._write_back.tier_added(tier.name)
 

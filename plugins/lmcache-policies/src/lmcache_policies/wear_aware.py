@@ -15,8 +15,6 @@ WARM_RETURNS = 256
 SURE = 0.1  # of what is written at once: by so much a change has to pay
 NEVER = -1
 
-_Place = tuple[str, int]  # name and number of a tier
-
 
 class _Shadow:
     """A tier without bytes: a clock of the bytes that a rule would have written to it.
@@ -52,13 +50,12 @@ class _Shadow:
 class _Seen:
     """What is known of one object. `at_once`, `at_reuse`: when it was last used in each shadow tier."""
 
-    __slots__ = ("at_once", "at_reuse", "generation", "given")
+    __slots__ = ("at_once", "at_reuse", "generation")
 
     def __init__(self, generation: int, at_once: int) -> None:
         self.generation = generation
         self.at_once = at_once
         self.at_reuse = NEVER
-        self.given: tuple[_Place, ...] = ()  # the tiers that were to store it, of those that are there
 
 
 class WearAwareStore(StorePolicy):
@@ -69,12 +66,13 @@ class WearAwareStore(StorePolicy):
     its lifetime, and the place of others; where most are, waiting loses their first return.
 
     Two shadow tiers, one for each rule, say what each would have written and hit: whatever returns after the L1 lost it
-    has a new generation, whether a tier had it or it was computed again. An object goes once to every healthy tier, to
-    one that comes later (new, replaced, healthy again) when it is asked for again, and stays in the L1. One whose
-    history is lost (too long ago, server restarted) counts as new. Costs O(1) an object.
+    has a new generation, whether a tier had it or it was computed again. An object goes to every healthy tier and stays
+    in the L1. What is asked for again is planned again: the tiers know what they have, and one whose store failed, or
+    that came later, gets it then. One whose history is lost (too long ago, server restarted) counts as new. Costs O(1)
+    an object.
 
     Source: "cache on second hit" as in Maggs and Sitaraman, "Algorithmic nuggets in content delivery", CCR 2015, with
-    an exact bounded history instead of their Bloom filter; the shadows as in `sample.py`.
+    an exact bounded history instead of their Bloom filter; the shadows are clocks of its bytes.
     """
 
     wants_reuse = True
@@ -88,25 +86,13 @@ class WearAwareStore(StorePolicy):
         self._asks = self._returns = 0
 
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
-        there = [(tier.name, tier.number) for tier in tiers]
-        healthy = {place for place, tier in zip(there, tiers, strict=True) if tier.healthy}
+        targets = [tier.name for tier in tiers if tier.healthy]
         capacity = max((inf if tier.capacity_bytes is None else tier.capacity_bytes for tier in tiers), default=inf)
-        targets: dict[str, list[int]] = {}
-        lacking: dict[tuple[_Place, ...], tuple[Sequence[str], tuple[_Place, ...]]] = {}  # by what was given before
-        for at, each in enumerate(batch):
-            seen, wanted = self._ask(each, capacity)
-            if not wanted:
-                continue
-            if seen.given not in lacking:
-                after = tuple(place for place in there if place in seen.given or place in healthy)
-                lacking[seen.given] = [name for name, number in after if (name, number) not in seen.given], after
-            names, seen.given = lacking[seen.given]
-            for name in names:
-                targets.setdefault(name, []).append(at)
+        positions = [at for at, each in enumerate(batch) if self._ask(each, capacity)]
         self._judge(len(batch))
-        return StorePlan(targets)
+        return StorePlan(dict.fromkeys(targets, positions) if positions else {})
 
-    def _ask(self, candidate: StoreCandidate, capacity: float) -> tuple[_Seen, bool]:
+    def _ask(self, candidate: StoreCandidate, capacity: float) -> bool:
         """Returns whether the tiers shall have it, too."""
         number = fingerprint(candidate.key, candidate.namespace)
         seen: _Seen | None = self._history.get_fingerprint(number)
@@ -115,10 +101,8 @@ class WearAwareStore(StorePolicy):
             seen = _Seen(candidate.generation, self._at_once.store(candidate.nbytes))
         else:
             self._note(seen, candidate, capacity)
-            if not candidate.reused:
-                seen.given = ()  # no tier returned it, so none has it any more
         self._history.put_fingerprint(number, candidate.nbytes, seen)
-        return seen, again or self.stores_at_once
+        return again or self.stores_at_once
 
     def _note(self, seen: _Seen, candidate: StoreCandidate, capacity: float) -> None:
         nbytes = candidate.nbytes

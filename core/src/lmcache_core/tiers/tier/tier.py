@@ -81,7 +81,6 @@ class Tier:
         if not adapter.capabilities.delete:
             eviction = None  # its victims would count as leaving, and stay
         self.name = name
-        self.number = 0  # among all tiers that the server has used
         self.adapter = adapter
         self.wrap = list(wrap)  # for `status`: the adapter's wrappers
         self.medium_name = adapter.medium()  # no other tier may use it
@@ -171,8 +170,7 @@ class Tier:
     # --- what the controllers ask -------------------------------------------------------------------------
     @property
     def view(self) -> TierView:
-        healthy = self.health.reads.state is BreakerState.CLOSED
-        return TierView(self.name, healthy, self.accounting.capacity_bytes, self.number)
+        return TierView(self.name, self.health.reads.state is BreakerState.CLOSED, self.accounting.capacity_bytes)
 
     def kind(self, layout: Layout) -> ObjectKind:
         """What objects of this layout share on this tier. Raises `UsageError` if the layout cannot be described."""
